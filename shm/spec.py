@@ -1,0 +1,125 @@
+"""Configuration that crosses the process boundary: what a model is, and what one worker is told at start.
+
+The engine parses a model's metadata once (without torch) into a `ModelSpec`; workers only map tensors by offset.
+Everything here is frozen, and is encoded once at start-up with msgspec's msgpack.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One stored tensor: where its bytes lie and how to read them."""
+
+    name: str
+    """The name in the file, e.g. `blk.0.attn_q.weight` (GGUF) or `model.layers.0.self_attn.q_proj.weight`."""
+    file: int
+    """Index into `ModelSpec.files`."""
+    offset: int
+    """Bytes from the start of the file."""
+    nbytes: int
+    dtype: str
+    """safetensors' name (`F32`, `F16`, `BF16`) or GGML's (`F32`, `Q4_1`, `Q8_0`, ...)."""
+    shape: tuple[int, ...]
+    """Logical shape, rows first: a linear layer is (out_features, in_features)."""
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model's authors recommend (`generation_config.json`, GGUF `general.sampling.*`); None: no opinion."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A resolved model: architecture, tensor index, special tokens and defaults."""
+
+    architecture: str
+    """Registry name of the family: `llama`, `qwen2` or `qwen3`."""
+    name: str
+    """Human name, e.g. `SmolLM2-135M-Instruct`; also the default served name's last part."""
+    path: str
+    """The directory or file it came from."""
+    format: str
+    """`safetensors` or `gguf`."""
+    files: tuple[str, ...]
+    tensors: tuple[TensorSpec, ...]
+    dtype: str
+    """The checkpoint's own compute dtype: `float32`, `bfloat16` or `float16` (quantised files: `float32`)."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None = None
+    """Hugging Face's `rope_scaling` / `rope_parameters` without theta (`rope_type` linear, llama3, yarn, ...)."""
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    """Bias on q, k and v (Qwen2)."""
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMS norm on each head of q and k before RoPE (Qwen3)."""
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All that one worker process is told. File descriptors are inherited (`pass_fds`) and keep their numbers."""
+
+    model: ModelSpec
+    rank: int
+    parent_pid: int
+    device: str
+    """`cpu` or `cuda:N`."""
+    dtype: str
+    """Compute and KV dtype: `float32`, `bfloat16` or `float16`."""
+    num_threads: int
+    """Intra-op threads on the CPU."""
+    block_size: int
+    num_blocks: int | None
+    """Size of the KV pool in blocks; None: the worker sizes it from `kv_cache_bytes`."""
+    kv_cache_bytes: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_rows: int
+    """Rows of the batch table: `max_num_seqs` plus quarantine headroom."""
+    max_draft: int
+    step_ring_fd: int
+    step_ring_bytes: int
+    output_ring_fd: int
+    output_ring_bytes: int
+    table_fd: int
+    table_bytes: int
+    step_doorbell_fd: int
+    """This reader's eventfd for the step ring."""
+    output_doorbell_fd: int
+    """The engine's eventfd for the output ring."""
+    lifeline_fd: int
+    """Read end of a pipe that the engine holds open: end of file means that the engine is gone."""
+    reader_index: int
+    """This worker's reader line in the step ring."""
+    spin_us: int
+    """Upper bound of the spin before the worker sleeps on its doorbell."""
+
+
+def encode(config: WorkerConfig) -> bytes:
+    return msgspec.msgpack.encode(config)
+
+
+def decode(data: bytes) -> WorkerConfig:
+    """Raises msgspec.ValidationError when engine and worker disagree about the fields."""
+    return msgspec.msgpack.decode(data, type=WorkerConfig)

@@ -1,0 +1,200 @@
+"""The records on the rings: the only place where their bytes get a meaning.
+
+The hot path is flat int32 sections at fixed offsets, so that a step is written and read as array slices through
+views that are made once per slot. Rare control messages are msgspec msgpack. Nothing is ever pickled.
+
+StepInput (engine → every worker of the replica), sections of int32, each starting on a cache line:
+
+    header      16 words   num_rows, num_decode, num_appends, num_tokens, max_logprobs
+    rows        [R]        batch-table row of each entry; the first num_decode entries are plain decode rows
+    generation  [R]        the admission the entry belongs to
+    start       [R]        first position computed
+    num_tokens  [R]        positions computed
+    num_draft   [R]        draft tokens among them
+    flags       [R]        StepFlag bits
+    appends     [A, 3]     (row, index in its block table, block) for rows that are not new
+
+StepOutput (sampling rank → engine), entries in the order of the StepInput's rows:
+
+    header       16 words  num_rows, num_logprobs; words 8..15 hold four int64: device times in ns
+    rows         [R]
+    generation   [R]
+    num_accepted [R]       tokens drawn for the entry: 0 for a chunk that does not reach the prompt's end
+    tokens       [R, 1 + max_draft]
+    logprob      [R]       float32, of the drawn token
+    rank         [R]
+    top_ids      [R, MAX_LOGPROBS]
+    top_logprobs [R, MAX_LOGPROBS]  float32
+
+R is max_num_seqs and A is the most block appends that one step can need. A draft's and a tree's sections follow
+when their issue needs them; VERSION in layout.py changes with this file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from slipring.shm.layout import align
+from slipring.shm.params import MAX_LOGPROBS
+
+Int32Array = NDArray[np.int32]
+HEADER_WORDS = 16
+
+
+class SlotKind(IntEnum):
+    """What a ring slot holds."""
+
+    STEP = 1
+    READY = 2
+    ERROR = 3
+    SHUTDOWN = 4
+    PROGRESS = 5
+
+
+class StepFlag(IntFlag):
+    """Per-entry bits of a StepInput."""
+
+    NEW = 1
+    """First step of this admission: read tokens, block table and sampling columns from the batch table."""
+    SAMPLE = 2
+    """Draw a token after the last position."""
+    LAST_TOKEN = 4
+    """The one input token is the row's last drawn token, which the worker knows (plain decode)."""
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's last word of start-up."""
+
+    num_blocks: int
+    block_bytes: int
+    """Bytes of KV for one block over all layers of this worker."""
+    phase_seconds: dict[str, float]
+    """How long each start-up phase took, in order."""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """Weights loaded so far, in bytes of the checkpoint."""
+
+    done: int
+    total: int
+
+
+class WorkerError(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a worker gives up: the exception in words."""
+
+    message: str
+    traceback: str
+    step_id: int | None = None
+
+
+def encode(message: Ready | Progress | WorkerError) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def decode(payload: memoryview, length: int, kind: type[Any]) -> Any:
+    """Raises msgspec.DecodeError on a protocol fault."""
+    return msgspec.msgpack.decode(payload[:length], type=kind)
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The capacities both sides agree on; all offsets follow from them."""
+
+    max_rows: int
+    """R: max_num_seqs."""
+    max_appends: int
+    """A: block appends that one step can need."""
+    max_draft: int = 0
+
+    @classmethod
+    def of(cls, max_num_seqs: int, max_draft: int, block_size: int) -> StepShape:
+        """Each row may cross (1 + max_draft) / block_size block borders, rounded up, in one step."""
+        per_row = -(-(1 + max_draft) // block_size)
+        return cls(max_num_seqs, max_num_seqs * per_row, max_draft)
+
+    @property
+    def input_bytes(self) -> int:
+        return align(HEADER_WORDS * 4) + 6 * align(self.max_rows * 4) + align(self.max_appends * 12)
+
+    @property
+    def output_bytes(self) -> int:
+        per_row = align(self.max_rows * 4)
+        tokens = align(self.max_rows * (1 + self.max_draft) * 4)
+        top = align(self.max_rows * MAX_LOGPROBS * 4)
+        return align(HEADER_WORDS * 4) + 5 * per_row + tokens + 2 * top
+
+
+class _Cursor:
+    """Hands out consecutive, line-aligned array views of a payload."""
+
+    def __init__(self, payload: memoryview) -> None:
+        self._payload = payload
+        self._offset = 0
+
+    def take(self, shape: tuple[int, ...], dtype: type[np.generic] = np.int32) -> NDArray[Any]:
+        count = int(np.prod(shape))
+        view = np.frombuffer(self._payload, dtype=dtype, count=count, offset=self._offset).reshape(shape)
+        self._offset += align(count * view.itemsize)
+        return view
+
+
+class StepInputView:
+    """Arrays over one slot's payload. Bound once per slot; filled or read each time the slot comes round."""
+
+    __slots__ = ("appends", "flags", "generation", "header", "num_draft", "num_tokens", "rows", "start")
+
+    NUM_ROWS, NUM_DECODE, NUM_APPENDS, NUM_TOKENS, MAX_LOGPROBS = range(5)
+
+    def __init__(self, payload: memoryview, shape: StepShape) -> None:
+        cursor = _Cursor(payload)
+        rows = (shape.max_rows,)
+        self.header: Int32Array = cursor.take((HEADER_WORDS,))
+        self.rows: Int32Array = cursor.take(rows)
+        self.generation: Int32Array = cursor.take(rows)
+        self.start: Int32Array = cursor.take(rows)
+        self.num_tokens: Int32Array = cursor.take(rows)
+        self.num_draft: Int32Array = cursor.take(rows)
+        self.flags: Int32Array = cursor.take(rows)
+        self.appends: Int32Array = cursor.take((shape.max_appends, 3))
+
+
+class StepOutputView:
+    """Arrays over one slot's payload of the output ring."""
+
+    __slots__ = (
+        "generation",
+        "header",
+        "logprob",
+        "num_accepted",
+        "rank",
+        "rows",
+        "times_ns",
+        "tokens",
+        "top_ids",
+        "top_logprobs",
+    )
+
+    NUM_ROWS, NUM_LOGPROBS = range(2)
+    PICKED_UP, FORWARD, SAMPLE, PUBLISHED = range(4)
+    """Indices into `times_ns`: monotonic time of pick-up, then durations of forward pass and sampling, then the
+    monotonic time of publication."""
+
+    def __init__(self, payload: memoryview, shape: StepShape) -> None:
+        cursor = _Cursor(payload)
+        rows = (shape.max_rows,)
+        self.header: Int32Array = cursor.take((HEADER_WORDS,))
+        self.times_ns: NDArray[np.int64] = self.header[8:].view(np.int64)
+        self.rows: Int32Array = cursor.take(rows)
+        self.generation: Int32Array = cursor.take(rows)
+        self.num_accepted: Int32Array = cursor.take(rows)
+        self.tokens: Int32Array = cursor.take((shape.max_rows, 1 + shape.max_draft))
+        self.logprob: NDArray[np.float32] = cursor.take(rows, np.float32)
+        self.rank: Int32Array = cursor.take(rows)
+        self.top_ids: Int32Array = cursor.take((shape.max_rows, MAX_LOGPROBS))
+        self.top_logprobs: NDArray[np.float32] = cursor.take((shape.max_rows, MAX_LOGPROBS), np.float32)
