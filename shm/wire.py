@@ -5,7 +5,7 @@ views that are made once per slot. Rare control messages are msgspec msgpack. No
 
 StepInput (engine → every worker of the replica), sections of int32, each starting on a cache line:
 
-    header      16 words   num_rows, num_decode, num_appends, num_tokens, max_logprobs
+    header      16 words   num_rows, num_decode, num_appends, num_tokens
     rows        [R]        batch-table row of each entry; the first num_decode entries are plain decode rows
     generation  [R]        the admission the entry belongs to
     start       [R]        first position computed
@@ -19,7 +19,8 @@ StepOutput (sampling rank → engine), entries in the order of the StepInput's r
     header       16 words  num_rows, num_logprobs; words 8..15 hold four int64: device times in ns
     rows         [R]
     generation   [R]
-    num_accepted [R]       tokens drawn for the entry: 0 for a chunk that does not reach the prompt's end
+    num_accepted [R]       tokens drawn for the entry: 0 for a chunk that does not reach the prompt's end, -1 when
+                           the row's logits were not finite and nothing could be drawn
     tokens       [R, 1 + max_draft]
     logprob      [R]       float32, of the drawn token
     rank         [R]
@@ -149,7 +150,7 @@ class StepInputView:
 
     __slots__ = ("appends", "flags", "generation", "header", "num_draft", "num_tokens", "rows", "start")
 
-    NUM_ROWS, NUM_DECODE, NUM_APPENDS, NUM_TOKENS, MAX_LOGPROBS = range(5)
+    NUM_ROWS, NUM_DECODE, NUM_APPENDS, NUM_TOKENS = range(4)
 
     def __init__(self, payload: memoryview, shape: StepShape) -> None:
         cursor = _Cursor(payload)

@@ -1,0 +1,184 @@
+"""`EngineConfig`: what a person may set, and `resolve`, which turns every "auto" into a value before freezing.
+
+This is the only place of the engine that reads the environment (memory, CPUs, SLIPRING_* variables). Layers own
+their configs (`scheduler.config.SchedulerConfig`, `shm.spec.WorkerConfig`); this file composes them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from slipring.scheduler.config import SchedulerConfig
+from slipring.shm.spec import ModelSpec
+from slipring.shm.table import TableShape
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+POLICIES = ("fcfs", "priority")
+
+
+class ConfigError(ValueError):
+    """A setting, or a combination of settings, that cannot work; the message names the flag and the fix."""
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """As given by the user; None and "auto" mean: let the engine decide. Flags carry the same names."""
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    """`cpu`, or `auto`, which is the CPU until the GPU path lands."""
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    """Blocks in the KV pool, whatever the memory says (tests)."""
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    async_scheduling: bool = True
+    """True: the next step is published while the last one runs (pipeline depth 2). False: depth 1."""
+    seed: int = 0
+    """Unseeded requests draw their seeds from a generator with this seed; 0: from the operating system."""
+    cpu_threads: int | None = None
+    max_queued_requests: int = 4096
+    max_queued_tokens: int = 4_000_000
+    worker_startup_timeout_s: float = 600.0
+    worker_module: str = "slipring.workers.main"
+    """What the supervisor spawns (tests put a scripted worker here)."""
+    debug_integrity: bool = False
+    """Recount every block and row from first principles whenever the engine falls idle."""
+
+
+class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Every value decided."""
+
+    user: EngineConfig
+    dtype: str
+    device: str
+    max_model_len: int
+    max_num_batched_tokens: int
+    kv_cache_bytes: int
+    num_threads: int
+    pipeline_depth: int
+    num_rows: int
+    max_draft: int = 0
+
+    @property
+    def table_shape(self) -> TableShape:
+        return TableShape(self.num_rows, self.max_model_len, self.user.block_size)
+
+    def scheduler(self, num_blocks: int) -> SchedulerConfig:
+        """The scheduler's own config, once the worker has said how many blocks its pool holds."""
+        return SchedulerConfig(
+            num_blocks=num_blocks,
+            block_size=self.user.block_size,
+            max_num_seqs=self.user.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            num_rows=self.num_rows,
+            max_model_len=self.max_model_len,
+            max_draft=self.max_draft,
+            enable_prefix_caching=self.user.enable_prefix_caching,
+            policy=self.user.scheduling_policy,
+        )
+
+
+def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
+    """Decide everything that was left open. Raises ConfigError."""
+    _check(config)
+    max_model_len = _max_model_len(config, spec)
+    return ResolvedConfig(
+        user=config,
+        # float32 keeps greedy answers independent of batch and cache; bfloat16 is faster, and is one flag away.
+        dtype="float32" if config.dtype == "auto" else config.dtype,
+        device="cpu" if config.device == "auto" else config.device,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=config.max_num_batched_tokens or max(512, config.max_num_seqs),
+        kv_cache_bytes=_kv_cache_bytes(config),
+        num_threads=config.cpu_threads or available_cpus(),
+        pipeline_depth=2 if config.async_scheduling else 1,
+        num_rows=config.max_num_seqs + max(8, config.max_num_seqs // 4),
+    )
+
+
+def _check(config: EngineConfig) -> None:
+    _one_of("--dtype", config.dtype, DTYPES)
+    _one_of("--scheduling-policy", config.scheduling_policy, POLICIES)
+    _one_of("--device", config.device, ("auto", "cpu"))
+    for flag, value, least in (
+        ("--max-num-seqs", config.max_num_seqs, 1),
+        ("--max-model-len", config.max_model_len, 2),
+        ("--max-num-batched-tokens", config.max_num_batched_tokens, 1),
+        ("--num-gpu-blocks-override", config.num_gpu_blocks_override, 1),
+        ("--kv-cache-memory-bytes", config.kv_cache_memory_bytes, 1),
+        ("--cpu-threads", config.cpu_threads, 1),
+        ("--max-queued-requests", config.max_queued_requests, 1),
+    ):
+        if value is not None and value < least:
+            raise ConfigError(f"{flag} must be at least {least}, got {value}")
+    if not (1 <= config.block_size <= 256 and config.block_size & (config.block_size - 1) == 0):
+        raise ConfigError(f"--block-size must be a power of two from 1 to 256, got {config.block_size}")
+    budget = config.max_num_batched_tokens
+    if budget is not None and budget < config.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens ({budget}) must be at least --max-num-seqs ({config.max_num_seqs}): "
+            "each running sequence needs one token per step"
+        )
+
+
+def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{flag} must be one of {', '.join(allowed)}; got {value!r}")
+
+
+def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
+    if config.max_model_len is None:
+        return spec.max_position_embeddings
+    if config.max_model_len > spec.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is more than the model's context of "
+            f"{spec.max_position_embeddings} tokens"
+        )
+    return config.max_model_len
+
+
+def _kv_cache_bytes(config: EngineConfig) -> int:
+    """As asked, or 40 % of the memory that is free to us, at most 4 GiB."""
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    return min(4 << 30, available_memory() * 2 // 5)
+
+
+def available_cpus() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def available_memory() -> int:
+    """Bytes that may still be used: the host's, or what the container's limit leaves if that is less."""
+    free = _meminfo_available()
+    for limit_path, usage_path in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        limit, usage = _read_int(limit_path), _read_int(usage_path)
+        if limit is not None and usage is not None:
+            free = min(free, max(0, limit - usage))
+    return free
+
+
+def _meminfo_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _read_int(path: str) -> int | None:
+    """None where the file is missing or says `max`."""
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):
+        return None

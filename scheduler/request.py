@@ -1,0 +1,107 @@
+"""`Request`: one completion as the scheduler sees it, and the states it goes through.
+
+    WAITING ──admit──▶ RUNNING ──end──▶ FINISHED
+       ▲                  │
+       └────preempt───────┘            abort: from WAITING or RUNNING to FINISHED
+
+While a request runs, its tokens and counts live in columns indexed by its row (`scheduler.py`); `token_ids` is
+brought up to date when the row ends.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipring.scheduler.prefix_cache import chain_root, extend_chain
+from slipring.shm.params import SamplingParams
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Request:
+    """Made at submit (`hash_prompt` may be called off the loop), then owned by one scheduler."""
+
+    __slots__ = (
+        "arrival",
+        "block_hashes",
+        "key",
+        "leader",
+        "limit",
+        "num_cached_tokens",
+        "num_preemptions",
+        "num_prompt",
+        "owner",
+        "params",
+        "priority",
+        "root",
+        "row",
+        "status",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        token_ids: NDArray[np.int32],
+        params: SamplingParams,
+        *,
+        arrival: float = 0.0,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        leader: Request | None = None,
+        owner: Any = None,
+    ) -> None:
+        """`leader`: the first completion of the same prompt, whose blocks this one waits for and shares.
+
+        `owner` is the caller's own; the scheduler hands it back and never looks at it.
+        """
+        self.token_ids = token_ids
+        """int32, prompt and the outputs known when the request last waited."""
+        self.num_prompt = len(token_ids)
+        self.params = params
+        self.limit = self.num_prompt + params.max_tokens
+        """Total length at which it ends."""
+        self.stop_token_ids = frozenset(params.stop_token_ids)
+        self.priority = priority
+        self.arrival = arrival
+        self.key: tuple[float, int] = (0.0, 0)
+        """Sorts requests by urgency, lowest first; set when the scheduler takes the request."""
+        self.leader = leader
+        self.owner = owner
+        self.row = -1
+        self.status = RequestStatus.WAITING
+        self.num_cached_tokens = 0
+        """Tokens taken from the prefix cache at the first admission."""
+        self.num_preemptions = 0
+        self.root = chain_root(cache_salt)
+        self.block_hashes: list[bytes] = []
+        """Hashes of the leading full blocks, as far as they have been computed."""
+
+    def hash_prompt(self, block_size: int) -> None:
+        """Compute the hashes of the prompt's full blocks, or share the leader's, which are the same."""
+        if self.leader is not None and self.leader.block_hashes and self.leader.root == self.root:
+            self.block_hashes = self.leader.block_hashes[: self.num_prompt // block_size]
+        else:
+            self.block_hashes = extend_chain(self.root, self.token_ids, block_size)
+
+    def extend_hashes(self, token_ids: NDArray[np.int32], num_full: int, block_size: int) -> None:
+        """Make sure that the hashes of the first `num_full` blocks of `token_ids` are there."""
+        known = len(self.block_hashes)
+        if known < num_full:
+            parent = self.block_hashes[-1] if known else self.root
+            self.block_hashes += extend_chain(parent, token_ids[known * block_size : num_full * block_size], block_size)

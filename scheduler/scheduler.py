@@ -1,0 +1,480 @@
+"""The policy: which rows compute how many tokens in the next step, and what a returned step means.
+
+`schedule(view)` writes a StepInput straight into a ring slot; `update(view)` takes a StepOutput. Both are pure and
+synchronous, and any number of steps may be in flight between them. Requests have no prefill or decode phase, only
+two counts that chase the number of tokens:
+
+    0 ........ num_computed ........ num_scheduled ........ num_tokens (known) .... limit
+               returned              sent
+
+Order of a step: rows in plain decode (dense columns, see `decode_rows.py`), then chunks of prompts that are under
+way, then admissions, within `max_num_seqs` rows and `max_num_batched_tokens` tokens.
+
+A row in plain decode needs no token from here: the worker still has the one it drew. So decode runs ahead of what
+is known by as many steps as are in flight, and whatever comes back for an admission that has ended in the meantime
+is dropped by its generation. There are no placeholders.
+
+Who owns what: blocks belong to `BlockPool`, rows to `RowAllocator`; a running request holds one row and the blocks
+in that row's block table, both from admission to `_end_row`, which is the only place that gives them back.
+Admission is match → reserve → commit; until the commit nothing has changed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipring.scheduler.block_pool import BlockPool
+from slipring.scheduler.config import SchedulerConfig
+from slipring.scheduler.decode_rows import DecodeRows
+from slipring.scheduler.request import FinishReason, Request, RequestStatus
+from slipring.scheduler.rows import RowAllocator
+from slipring.scheduler.waiting import WaitingQueue
+from slipring.shm.table import BatchTable
+from slipring.shm.wire import StepFlag, StepInputView, StepOutputView
+
+_DECODE_FLAGS = int(StepFlag.SAMPLE | StepFlag.LAST_TOKEN)
+
+
+class ProtocolError(Exception):
+    """A StepOutput that does not answer the oldest step in flight."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Only ever grow."""
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int = 0
+    """Prompt tokens found there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step in flight: a summary for pacing, and the slot's view, which stays valid until the step is back."""
+
+    step_id: int
+    view: StepInputView
+    num_rows: int
+    num_decode: int
+    num_chunk_tokens: int
+
+
+@dataclass(slots=True)
+class Returned:
+    """What `update` learned: token `tokens[i]` was drawn for `requests[i]`, in entry `entries[i]` of the output."""
+
+    step: Step
+    requests: list[Request] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)
+    finished: list[tuple[Request, FinishReason, int | None]] = field(default_factory=list)
+    """(request, reason, the token id that stopped it)."""
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, table: BatchTable, vocab_size: int) -> None:
+        self.config = config
+        self.table = table
+        self.pool = BlockPool(config.num_blocks)
+        self.rows = RowAllocator(table.generation)
+        self.waiting = WaitingQueue(config.policy, config.priority_age_s)
+        self.decode = DecodeRows(config.max_num_seqs, config.num_rows)
+        self.counters = Counters()
+        self.mixed_chunk = config.max_mixed_chunk
+        """Most prompt tokens beside decode rows; the loop lowers it to hold an inter-token-latency target."""
+        self._prefilling: list[Request] = []
+        self._in_flight: deque[Step] = deque()
+        self._next_step_id = 0
+        # Columns by row. num_scheduled is kept for rows in prefill only; a decode row's is its dense `start`.
+        num_rows = config.num_rows
+        self._request_of: list[Request | None] = [None] * num_rows
+        self._num_tokens = np.zeros(num_rows, np.int32)
+        self._num_computed = np.zeros(num_rows, np.int32)
+        self._num_scheduled = np.zeros(num_rows, np.int32)
+        self._num_hashed = np.zeros(num_rows, np.int32)
+        self._limit = np.zeros(num_rows, np.int32)
+        self._num_blocks = np.zeros(num_rows, np.int32)
+        self._stop_uses = np.zeros(vocab_size, np.int32)
+        self._to_hash: list[tuple[Request, int, int]] = []
+
+    # --- requests come and go -------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Put a request in line. It must fit: limit <= max_model_len <= the pool."""
+        request.key = self.waiting.key(request)
+        self.waiting.push(request)
+
+    def abort(self, request: Request) -> bool:
+        """End a request wherever it is; False when it had ended already. In-flight results will be dropped."""
+        if request.status is RequestStatus.FINISHED:
+            return False
+        if request.status is RequestStatus.WAITING:
+            self.waiting.remove(request)
+        else:
+            self._end_row(request)
+        request.status = RequestStatus.FINISHED
+        return True
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a row."""
+        return self.config.num_rows - self._request_of.count(None)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def has_work(self) -> bool:
+        """Something could be scheduled, now or once blocks or rows come back."""
+        return bool(self.decode.num or self._prefilling or len(self.waiting))
+
+    # --- one step out ---------------------------------------------------------------------------------------
+
+    def schedule(self, view: StepInputView) -> Step | None:
+        """Decide the next step and write it to `view`; None when no row can do anything now."""
+        decode = self.decode
+        preemptions = self.counters.num_preemptions
+        num_appends = self._grow(view) if decode.num else 0
+        num = decode.num
+        start = decode.start[:num]
+        view.rows[:num] = decode.row[:num]
+        view.generation[:num] = decode.generation[:num]
+        view.start[:num] = start
+        view.num_tokens[:num] = 1
+        view.flags[:num] = _DECODE_FLAGS
+        start += 1
+        num_rows, num_chunk_tokens = num, 0
+        if self._prefilling or len(self.waiting):
+            may_admit = self.counters.num_preemptions == preemptions
+            num_rows, num_chunk_tokens = self._schedule_chunks(view, num, may_admit)
+        if num_rows == 0:
+            return None
+        return self._seal(view, num_rows, num, num_appends, num_chunk_tokens)
+
+    def _seal(self, view: StepInputView, num_rows: int, num_decode: int, num_appends: int, chunk: int) -> Step:
+        view.header[:4] = (num_rows, num_decode, num_appends, num_decode + chunk)  # NUM_ROWS .. NUM_TOKENS
+        view.num_draft[:num_rows] = 0
+        step = Step(self._next_step_id, view, num_rows, num_decode, chunk)
+        self._next_step_id += 1
+        self._in_flight.append(step)
+        self.counters.num_steps += 1
+        return step
+
+    def _grow(self, view: StepInputView) -> int:
+        """Give a block to every decode row that is about to need one; rows that are done leave decode.
+
+        Returns the number of block appends written to `view`. Preempts when the pool is empty.
+        """
+        decode = self.decode
+        while True:
+            num = decode.num
+            due = np.flatnonzero(decode.start[:num] >= decode.event[:num])
+            if not due.size:
+                return 0
+            done = due[decode.start[due] >= decode.last[due]]
+            if done.size:
+                for row in decode.row[done].tolist():
+                    decode.remove(row)
+                continue
+            blocks = self.pool.pop(due.size)
+            if blocks is not None:
+                return self._append_blocks(view, due, blocks)
+            self._preempt(self._victim())
+
+    def _append_blocks(self, view: StepInputView, due: NDArray[np.intp], blocks: NDArray[np.int32]) -> int:
+        decode = self.decode
+        rows, index = decode.row[due], decode.num_blocks[due]
+        self.table.block_table[rows, index] = blocks
+        count = due.size
+        view.appends[:count, 0] = rows
+        view.appends[:count, 1] = index
+        view.appends[:count, 2] = blocks
+        index += 1
+        decode.num_blocks[due] = index
+        self._num_blocks[rows] = index
+        decode.event[due] = np.minimum(index * self.config.block_size, decode.last[due])
+        return count
+
+    # --- prompts: chunks and admissions ---------------------------------------------------------------------
+
+    def _schedule_chunks(self, view: StepInputView, at: int, may_admit: bool) -> tuple[int, int]:
+        """Write chunks from entry `at` on; returns (entries now, prompt tokens).
+
+        A step that preempted admits nobody (`may_admit`), or it would take back what it has just given up.
+        """
+        budget = self.config.max_num_batched_tokens - at
+        if at:
+            budget = min(budget, max(1, self.mixed_chunk))
+        total = budget
+        for request in self._prefilling.copy():
+            if budget <= 0 or at >= self.config.max_num_seqs:
+                break
+            budget -= self._write_chunk(view, at, request, budget, 0)
+            at += 1
+        if may_admit:
+            at, budget = self._admit_waiting(view, at, budget)
+        return at, total - budget
+
+    def _admit_waiting(self, view: StepInputView, at: int, budget: int) -> tuple[int, int]:
+        set_aside: list[Request] = []
+        while budget > 0 and at < self.config.max_num_seqs and self._has_room_for_row():
+            request = self.waiting.peek()
+            if request is None:
+                break
+            if self._waits_for_leader(request):
+                set_aside.append(self.waiting.set_aside())
+                continue
+            if not self._admit(request):
+                break
+            budget -= self._write_chunk(view, at, request, budget, int(StepFlag.NEW))
+            at += 1
+        for request in set_aside:
+            self.waiting.restore(request)
+        return at, budget
+
+    def _has_room_for_row(self) -> bool:
+        """A step has max_num_seqs entries, so no more rows than that may want one."""
+        return self.decode.num + len(self._prefilling) < self.config.max_num_seqs
+
+    def _waits_for_leader(self, request: Request) -> bool:
+        """A sibling shares its leader's blocks, so it waits until these are computed and in the index."""
+        leader = request.leader
+        if leader is None or not self.config.enable_prefix_caching or request.num_preemptions:
+            return False
+        if leader.status is not RequestStatus.RUNNING:
+            return leader.status is RequestStatus.WAITING and leader.num_preemptions == 0
+        # Only full blocks strictly below the prompt's end can be shared.
+        whole = (request.num_prompt - 1) // self.config.block_size
+        return bool(self._num_hashed[leader.row] < whole)
+
+    def _admit(self, request: Request) -> bool:
+        """Give the request a row and all blocks its known tokens need; False, and nothing changed, if short."""
+        # match
+        num_known = len(request.token_ids)
+        cached = self._match(request, num_known)
+        need = -(-num_known // self.config.block_size) - len(cached)
+        # reserve: whoever runs already may need one more block each before long, and must not preempt for it
+        spare = self.decode.num + len(self._prefilling)
+        if self.pool.num_free - self.pool.num_free_among(cached) < need + spare:
+            return False
+        row = self.rows.hand_out()
+        if row is None:
+            return False
+        # commit
+        self.pool.take(cached)
+        fresh = self.pool.pop(need)
+        assert fresh is not None
+        self.waiting.remove(self.waiting.set_aside())
+        self._fill_row(request, row, cached, fresh)
+        self._count_hits(request, len(cached) * self.config.block_size)
+        self._prefilling.append(request)
+        return True
+
+    def _match(self, request: Request, num_known: int) -> list[int]:
+        """Known blocks of its prefix, whole and strictly below `num_known`: a shared block is never rewritten."""
+        if not self.config.enable_prefix_caching:
+            return []
+        whole = (num_known - 1) // self.config.block_size
+        request.extend_hashes(request.token_ids, whole, self.config.block_size)
+        return self.pool.match(request.block_hashes[:whole])
+
+    def _count_hits(self, request: Request, num_cached: int) -> None:
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = num_cached
+            self.counters.prefix_queries += request.num_prompt
+            self.counters.prefix_hits += num_cached
+
+    def _fill_row(self, request: Request, row: int, cached: list[int], fresh: NDArray[np.int32]) -> None:
+        table, num_known = self.table, len(request.token_ids)
+        num_cached = len(cached) * self.config.block_size
+        num_blocks = len(cached) + len(fresh)
+        table.token_ids[row, :num_known] = request.token_ids
+        table.block_table[row, : len(cached)] = cached
+        table.block_table[row, len(cached) : num_blocks] = fresh
+        table.num_prompt[row] = request.num_prompt
+        table.num_known[row] = num_known
+        table.num_blocks[row] = num_blocks
+        table.write_params(row, request.params)
+        self._num_tokens[row] = num_known
+        self._num_computed[row] = self._num_scheduled[row] = num_cached
+        self._num_hashed[row] = len(cached)
+        self._limit[row] = request.limit
+        self._num_blocks[row] = num_blocks
+        self._stop_uses[list(request.stop_token_ids)] += 1
+        self._request_of[row] = request
+        request.row = row
+        request.status = RequestStatus.RUNNING
+
+    def _write_chunk(self, view: StepInputView, at: int, request: Request, budget: int, flags: int) -> int:
+        """Write one entry of at most `budget` tokens; the chunk that ends the known tokens draws the next one."""
+        row = request.row
+        start, end = int(self._num_scheduled[row]), int(self._num_tokens[row])
+        count = min(end - start, budget)
+        if start + count == end:
+            flags |= int(StepFlag.SAMPLE)
+            self._prefilling.remove(request)
+            if end < request.limit - 1:
+                generation, blocks = int(self.table.generation[row]), int(self._num_blocks[row])
+                self.decode.add(request, generation, end, blocks, self.config.block_size)
+        view.rows[at] = row
+        view.generation[at] = self.table.generation[row]
+        view.start[at] = start
+        view.num_tokens[at] = count
+        view.flags[at] = flags
+        self._num_scheduled[row] = start + count
+        return count
+
+    # --- preemption and end ---------------------------------------------------------------------------------
+
+    def _victim(self) -> Request:
+        """The least urgent of those that compute: the last to arrive, or the lowest priority."""
+        return max(self.decode.requests + self._prefilling, key=lambda request: request.key)
+
+    def _preempt(self, request: Request) -> None:
+        """Send it back to the line with the tokens it has; all of them are recomputed, or found in the cache."""
+        row = request.row
+        request.token_ids = self.table.token_ids[row, : self._num_tokens[row]].copy()
+        self._end_row(request)
+        request.status = RequestStatus.WAITING
+        request.num_preemptions += 1
+        self.counters.num_preemptions += 1
+        self.waiting.push(request)
+
+    def _end_row(self, request: Request, keep: bool = True) -> None:
+        """Give back the row (after quarantine) and the blocks; with `keep`, what they hold stays in the index."""
+        row = request.row
+        if keep:
+            self._index_blocks(request, int(self._num_computed[row]) // self.config.block_size)
+        if row in self.decode:
+            self.decode.remove(row)
+        elif request in self._prefilling:
+            self._prefilling.remove(request)
+        self.pool.release(self.table.block_table[row, : self._num_blocks[row]])
+        self._stop_uses[list(request.stop_token_ids)] -= 1
+        self._request_of[row] = None
+        self.rows.end(row, self._next_step_id - 1)
+        if not self._in_flight:
+            self.rows.returned(self._next_step_id - 1)
+        request.row = -1
+
+    # --- one step back --------------------------------------------------------------------------------------
+
+    def update(self, view: StepOutputView, step_id: int) -> Returned:
+        """Take the output of the oldest step in flight. Raises ProtocolError when it is not that."""
+        step = self._expect(view, step_id)
+        num = step.num_rows
+        rows = view.rows[:num]
+        alive = self.table.generation[rows] == view.generation[:num]
+        entries = np.flatnonzero(alive)
+        rows = rows[entries]
+        self._advance_computed(rows, step.view.start[entries] + step.view.num_tokens[entries])
+        drew = view.num_accepted[entries] != 0
+        if not drew.all():
+            entries, rows = entries[drew], rows[drew]
+        returned = self._take_tokens(step, view, entries, rows)
+        self.rows.returned(step_id)
+        return returned
+
+    def _expect(self, view: StepOutputView, step_id: int) -> Step:
+        if not self._in_flight or self._in_flight[0].step_id != step_id:
+            raise ProtocolError(f"step {step_id} came back, which is not the oldest in flight")
+        step = self._in_flight[0]
+        num = int(view.header[StepOutputView.NUM_ROWS])
+        if num != step.num_rows or not np.array_equal(view.rows[:num], step.view.rows[:num]):
+            raise ProtocolError(f"step {step_id} came back with other rows than were sent")
+        return self._in_flight.popleft()
+
+    def _advance_computed(self, rows: NDArray[np.int32], computed: NDArray[np.int32]) -> None:
+        self._num_computed[rows] = computed
+        if self.config.enable_prefix_caching:
+            full = computed // self.config.block_size
+            for at in np.flatnonzero(full > self._num_hashed[rows]).tolist():
+                request = self._request_of[rows[at]]
+                assert request is not None
+                self._to_hash.append((request, int(rows[at]), int(full[at])))
+
+    def _take_tokens(
+        self, step: Step, view: StepOutputView, entries: NDArray[np.intp], rows: NDArray[np.int32]
+    ) -> Returned:
+        drawn = view.tokens[entries, 0]
+        failed = view.num_accepted[entries] < 0
+        at = self._num_tokens[rows]
+        self.table.token_ids[rows, at] = drawn
+        at += 1
+        self._num_tokens[rows] = at
+        requests = [self._request_of[row] for row in rows.tolist()]
+        returned = Returned(step, requests, drawn.tolist(), entries.tolist())  # type: ignore[arg-type]
+        ends = np.flatnonzero((at >= self._limit[rows]) | (self._stop_uses[drawn] > 0) | failed)
+        for index in ends.tolist():
+            self._maybe_finish(returned, index, bool(failed[index]))
+        return returned
+
+    def _maybe_finish(self, returned: Returned, index: int, failed: bool) -> None:
+        request, token = returned.requests[index], returned.tokens[index]
+        if failed:
+            verdict = (FinishReason.ERROR, None)
+        elif token in request.stop_token_ids:
+            verdict = (FinishReason.STOP, token)
+        elif self._num_tokens[request.row] >= request.limit:
+            verdict = (FinishReason.LENGTH, None)
+        else:
+            return
+        self._end_row(request, keep=not failed)
+        request.status = RequestStatus.FINISHED
+        returned.finished.append((request, *verdict))
+
+    def index_returned_blocks(self) -> None:
+        """Put the blocks that lately became full into the prefix index. Call it when nothing waits for you."""
+        for request, row, num_full in self._to_hash:
+            if request.row == row and self._request_of[row] is request:
+                self._index_blocks(request, num_full)
+        self._to_hash.clear()
+
+    def _index_blocks(self, request: Request, num_full: int) -> None:
+        row = request.row
+        hashed = int(self._num_hashed[row])
+        if not self.config.enable_prefix_caching or num_full <= hashed:
+            return
+        request.extend_hashes(self.table.token_ids[row], num_full, self.config.block_size)
+        blocks = self.table.block_table[row, hashed:num_full].tolist()
+        for block_hash, block in zip(request.block_hashes[hashed:num_full], blocks, strict=True):
+            self.pool.insert(block_hash, block)
+        self._num_hashed[row] = num_full
+
+    # --- proof ----------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Recompute rows, blocks and columns from first principles. Raises AssertionError."""
+        held = [row for row, request in enumerate(self._request_of) if request is not None]
+        self.pool.check_integrity([self.table.block_table[row, : self._num_blocks[row]] for row in held])
+        self.rows.check_integrity(held)
+        self.decode.check_integrity()
+        uses = np.zeros_like(self._stop_uses)
+        for row in held:
+            self._check_row(row)
+            request = self._request_of[row]
+            assert request is not None
+            uses[list(request.stop_token_ids)] += 1
+        assert np.array_equal(uses, self._stop_uses), "stop token uses are off"
+        for request in self.waiting.requests():
+            assert request.status is RequestStatus.WAITING and request.row == -1
+
+    def _check_row(self, row: int) -> None:
+        request = self._request_of[row]
+        assert request is not None and request.row == row and request.status is RequestStatus.RUNNING
+        known = int(self._num_tokens[row])
+        assert self._num_computed[row] <= self._num_tokens[row] <= request.limit
+        assert len(request.block_hashes) * self.config.block_size <= max(known, request.num_prompt)
+        assert self._num_blocks[row] * self.config.block_size >= self._num_computed[row]

@@ -1,0 +1,324 @@
+"""The scheduler against a device that remembers: whatever happens, the tokens are those of the prompt alone."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from slipring.scheduler.config import SchedulerConfig
+from slipring.scheduler.request import FinishReason, Request, RequestStatus
+from slipring.scheduler.scheduler import ProtocolError, Scheduler
+from slipring.shm.params import SamplingParams
+from slipring.shm.table import BatchTable, TableShape
+from slipring.shm.wire import StepInputView, StepOutputView, StepShape
+from tests.simulated_device import SimulatedDevice, expected_tokens
+
+VOCAB = 7  # small, so that prefixes collide and stop tokens come up
+
+
+class Harness:
+    """Scheduler, batch table and device in one process, with `depth` steps in flight."""
+
+    def __init__(self, depth: int = 2, **overrides: object) -> None:
+        settings = {
+            "num_blocks": 24,
+            "block_size": 4,
+            "max_num_seqs": 6,
+            "max_num_batched_tokens": 16,
+            "num_rows": 9,
+            "max_model_len": 64,
+        } | overrides
+        self.config = SchedulerConfig(**settings)  # type: ignore[arg-type]
+        shape = TableShape(self.config.num_rows, self.config.max_model_len, self.config.block_size)
+        self.table = BatchTable.create(shape)
+        self.scheduler = Scheduler(self.config, self.table, VOCAB)
+        self.device = SimulatedDevice(self.table, self.config.num_blocks, VOCAB)
+        step_shape = StepShape.of(self.config.max_num_seqs, 0, self.config.block_size)
+        self.inputs = [StepInputView(memoryview(bytearray(step_shape.input_bytes)), step_shape) for _ in range(depth + 2)]
+        self.outputs = [
+            StepOutputView(memoryview(bytearray(step_shape.output_bytes)), step_shape) for _ in range(depth + 2)
+        ]
+        self.depth = depth
+        self.unrun: deque[int] = deque()
+        self.ran: deque[int] = deque()
+        self.output_of: dict[Request, list[int]] = {}
+        self.reason_of: dict[Request, FinishReason] = {}
+        self.clock = 0.0
+
+    def add(self, prompt: list[int], max_tokens: int = 8, seed: int = 1, **kwargs: object) -> Request:
+        stop = kwargs.pop("stop", ())
+        params = SamplingParams(max_tokens=max_tokens, seed=seed, stop_token_ids=stop)  # type: ignore[arg-type]
+        self.clock += 1
+        request = Request(np.array(prompt, np.int32), params, arrival=self.clock, **kwargs)  # type: ignore[arg-type]
+        request.hash_prompt(self.config.block_size)
+        self.output_of[request] = []
+        self.scheduler.add(request)
+        return request
+
+    def publish(self) -> bool:
+        """Schedule one more step if the pipeline has room."""
+        if self.scheduler.num_in_flight >= self.depth:
+            return False
+        step = self.scheduler.schedule(self.inputs[self.scheduler._next_step_id % len(self.inputs)])
+        if step is None:
+            return False
+        assert step.num_rows <= self.config.max_num_seqs
+        assert step.num_decode + step.num_chunk_tokens <= self.config.max_num_batched_tokens
+        self.unrun.append(step.step_id)
+        return True
+
+    def run_device(self) -> bool:
+        if not self.unrun:
+            return False
+        step_id = self.unrun.popleft()
+        self.device.run(self.inputs[step_id % len(self.inputs)], self.outputs[step_id % len(self.outputs)])
+        self.ran.append(step_id)
+        return True
+
+    def take_output(self, index_blocks: bool = True) -> bool:
+        if not self.ran:
+            return False
+        step_id = self.ran.popleft()
+        returned = self.scheduler.update(self.outputs[step_id % len(self.outputs)], step_id)
+        for request, token in zip(returned.requests, returned.tokens, strict=True):
+            self.output_of[request].append(token)
+        for request, reason, _ in returned.finished:
+            self.reason_of[request] = reason
+        if index_blocks:
+            self.scheduler.index_returned_blocks()
+        return True
+
+    def run(self, limit: int = 2000) -> None:
+        for _ in range(limit):
+            if not (self.publish() | self.run_device() | self.take_output()):
+                assert not self.scheduler.has_work, "work is left and nothing moves"
+                return
+            self.scheduler.check_integrity()
+        raise AssertionError("does not come to an end")
+
+    def assert_right(self, request: Request) -> None:
+        params = request.params
+        prompt = request.token_ids[: request.num_prompt].tolist()
+        want = expected_tokens(prompt, params.seed, VOCAB, params.max_tokens, params.stop_token_ids)
+        assert self.output_of[request] == want
+        stopped = bool(want) and want[-1] in params.stop_token_ids
+        assert self.reason_of[request] is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+
+    def assert_idle(self) -> None:
+        self.scheduler.check_integrity()
+        assert self.scheduler.num_running == 0 and self.scheduler.num_waiting == 0
+        assert self.scheduler.pool.num_free == self.config.num_blocks
+        assert self.scheduler.rows.num_free == self.config.num_rows
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("caching", [True, False])
+def test_tokens_are_those_of_the_prompt_alone(depth: int, caching: bool) -> None:
+    harness = Harness(depth, enable_prefix_caching=caching)
+    prompts = [[1, 2, 3], [1, 2, 3, 4, 5, 6, 0, 1, 2], list(range(5)) * 6, [4], [1, 2, 3, 4, 5, 6, 0, 1, 3]]
+    requests = [harness.add(prompt, max_tokens=5 + i, seed=i) for i, prompt in enumerate(prompts)]
+    harness.run()
+    for request in requests:
+        harness.assert_right(request)
+    harness.assert_idle()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_small_pool_preempts_and_changes_nothing(depth: int, policy: str) -> None:
+    harness = Harness(depth, num_blocks=10, max_model_len=40, policy=policy)
+    requests = [harness.add([i, 1, 2, 3], max_tokens=30, seed=i, priority=i % 2) for i in range(5)]
+    harness.run()
+    assert harness.scheduler.counters.num_preemptions > 0
+    for request in requests:
+        harness.assert_right(request)
+    harness.assert_idle()
+
+
+def test_a_repeated_prompt_hits_whole_blocks_strictly_below_its_end() -> None:
+    harness = Harness()
+    first = harness.add([1, 2, 3, 4, 5, 6, 0, 1], max_tokens=6)
+    harness.run()
+    again = harness.add([1, 2, 3, 4, 5, 6, 0, 1], max_tokens=6)
+    harness.run()
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 4)
+    turn = harness.add([1, 2, 3, 4, 5, 6, 0, 1, *harness.output_of[first], 3], max_tokens=3)
+    harness.run()
+    assert turn.num_cached_tokens == 12, "the answer's own blocks are reused on the next turn"
+    for request in (first, again, turn):
+        harness.assert_right(request)
+
+
+def test_salts_do_not_share() -> None:
+    harness = Harness()
+    for salt, hits in (("a", 0), ("a", 4), ("b", 0), (None, 0), ("", 0)):
+        request = harness.add([1, 2, 3, 4, 5], cache_salt=salt)
+        harness.run()
+        assert request.num_cached_tokens == hits
+        harness.assert_right(request)
+
+
+def test_siblings_wait_for_the_leaders_blocks() -> None:
+    harness = Harness(max_num_batched_tokens=8)
+    prompt = [1, 2, 3, 4] * 5
+    leader = harness.add(prompt, seed=1)
+    siblings = [harness.add(prompt, seed=seed, leader=leader) for seed in (2, 3)]
+    harness.run()
+    assert [sibling.num_cached_tokens for sibling in siblings] == [16, 16]
+    for request in (leader, *siblings):
+        harness.assert_right(request)
+
+
+def test_an_aborted_leader_sets_its_siblings_free() -> None:
+    harness = Harness()
+    leader = harness.add([1, 2, 3, 4] * 5, seed=1)
+    sibling = harness.add([1, 2, 3, 4] * 5, seed=2, leader=leader)
+    harness.publish()
+    harness.scheduler.abort(leader)
+    harness.run()
+    harness.assert_right(sibling)
+    harness.assert_idle()
+
+
+def test_an_aborted_request_is_free_at_once_and_its_late_tokens_are_dropped() -> None:
+    harness = Harness(depth=2)
+    request = harness.add([1, 2, 3], max_tokens=30)
+    for _ in range(4):
+        harness.publish(), harness.run_device(), harness.take_output()
+    harness.publish()
+    seen = len(harness.output_of[request])
+    assert harness.scheduler.abort(request) and not harness.scheduler.abort(request)
+    assert harness.scheduler.pool.num_free == harness.config.num_blocks
+    harness.run()
+    assert len(harness.output_of[request]) == seen
+    harness.assert_idle()
+
+
+def test_a_prompt_of_one_token_and_one_token_out() -> None:
+    harness = Harness()
+    request = harness.add([3], max_tokens=1)
+    harness.run()
+    harness.assert_right(request)
+    assert harness.scheduler.counters.num_steps == 1, "nothing is ever scheduled past max_tokens"
+
+
+def test_nothing_is_scheduled_past_max_tokens() -> None:
+    harness = Harness(depth=3)
+    harness.add([1, 2, 3, 4, 5], max_tokens=9)
+    harness.run()
+    assert harness.scheduler.counters.num_steps == 9
+
+
+def test_decode_rows_never_wait_for_a_long_prompt() -> None:
+    harness = Harness(max_num_batched_tokens=8)
+    short = harness.add([1], max_tokens=12)
+    harness.publish(), harness.run_device(), harness.take_output()
+    harness.add([2] * 40, max_tokens=2)
+    while short.status is not RequestStatus.FINISHED:
+        before = len(harness.output_of[short])
+        harness.publish(), harness.run_device(), harness.take_output()
+        assert len(harness.output_of[short]) == before + 1
+    harness.run()
+
+
+def test_priority_goes_first_and_ageing_lets_nobody_starve() -> None:
+    harness = Harness(max_num_seqs=1, num_rows=2, policy="priority", priority_age_s=10.0, depth=1)
+    low = harness.add([1], max_tokens=1, priority=5)
+    high = harness.add([2], max_tokens=1, priority=0)
+    harness.publish()
+    assert high.status is RequestStatus.RUNNING and low.status is RequestStatus.WAITING
+    harness.clock += 60
+    late = harness.add([3], max_tokens=1, priority=0)
+    harness.run_device(), harness.take_output(), harness.publish()
+    assert low.status is RequestStatus.RUNNING and late.status is RequestStatus.WAITING
+    harness.run()
+
+
+def test_a_row_whose_logits_were_not_finite_ends_alone() -> None:
+    harness = Harness(depth=1)
+    bad = harness.add([1, 2, 3, 4, 5])
+    good = harness.add([4, 5, 6])
+    harness.publish(), harness.run_device()
+    harness.outputs[0].num_accepted[0] = -1
+    harness.take_output()
+    assert harness.reason_of[bad] is FinishReason.ERROR
+    assert harness.scheduler.pool.match(bad.block_hashes) == [], "what it computed is not trusted"
+    harness.run()
+    harness.assert_right(good)
+    harness.assert_idle()
+
+
+def test_output_of_another_step_is_a_protocol_error() -> None:
+    harness = Harness()
+    harness.add([1, 2])
+    harness.publish(), harness.run_device()
+    with pytest.raises(ProtocolError):
+        harness.scheduler.update(harness.outputs[0], 1)
+    harness.outputs[0].rows[0] += 1
+    with pytest.raises(ProtocolError):
+        harness.scheduler.update(harness.outputs[0], 0)
+
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 30), st.integers(1, 20), st.integers(0, 3), st.integers(0, 2)),
+        st.tuples(st.just("abort"), st.integers(0, 30)),
+        st.tuples(st.just("publish")),
+        st.tuples(st.just("device")),
+        st.tuples(st.just("output"), st.booleans()),
+    ),
+    max_size=120,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    operations=operations,
+    depth=st.integers(1, 3),
+    caching=st.booleans(),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    num_blocks=st.integers(13, 24),
+    num_rows=st.integers(6, 9),
+)
+def test_any_order_of_events(operations, depth, caching, policy, num_blocks, num_rows) -> None:
+    harness = Harness(
+        depth,
+        enable_prefix_caching=caching,
+        policy=policy,
+        num_blocks=num_blocks,
+        num_rows=num_rows,
+        max_model_len=52,
+    )
+    requests: list[Request] = []
+    aborted: set[Request] = set()
+    for operation in operations:
+        match operation:
+            case ("add", length, max_tokens, kind, priority):
+                prompt = [(kind * (i // 9 + 1)) % VOCAB for i in range(length)]
+                leader = requests[-1] if requests and kind == 3 and length % 2 else None
+                if leader is not None:
+                    prompt = leader.token_ids[: leader.num_prompt].tolist()
+                stop = (2,) if kind == 1 else ()
+                requests.append(
+                    harness.add(prompt, max_tokens, seed=kind, stop=stop, priority=priority, leader=leader)
+                )
+            case ("abort", index) if requests:
+                request = requests[index % len(requests)]
+                if harness.scheduler.abort(request):
+                    aborted.add(request)
+            case ("publish",):
+                harness.publish()
+            case ("device",):
+                harness.run_device()
+            case ("output", index_blocks):
+                harness.take_output(index_blocks)
+        harness.scheduler.check_integrity()
+    harness.run()
+    for request in requests:
+        if request not in aborted:
+            harness.assert_right(request)
+    harness.assert_idle()
