@@ -46,6 +46,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cpu_threads: int | None = None
     max_queued_requests: int = 4096
     max_queued_tokens: int = 4_000_000
+    itl_target_ms: float = 200.0
+    """A prompt's chunks are sized so that a step beside decoding rows stays under this, where that is possible."""
     worker_startup_timeout_s: float = 600.0
     worker_module: str = "slipring.workers.main"
     """What the supervisor spawns (tests put a scripted worker here)."""
@@ -66,6 +68,14 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_depth: int
     num_rows: int
     max_draft: int = 0
+
+    @property
+    def itl_target_s(self) -> float:
+        return self.user.itl_target_ms / 1e3
+
+    def worker_environment(self) -> dict[str, str]:
+        """The environment a worker is born with: ours, and what its libraries read only once, at load."""
+        return {**os.environ, "OMP_NUM_THREADS": str(self.num_threads), "PYTHONUNBUFFERED": "1"}
 
     @property
     def table_shape(self) -> TableShape:

@@ -1,0 +1,131 @@
+"""One completion of a request: turns its drawn tokens into text, and hands each piece to the sink.
+
+Owns the detokenizer and the clock readings of one completion. The scheduler's `Request` points here through `owner`.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from slipring.runtime.detokenizer import Detokenizer
+from slipring.runtime.metrics import Metrics
+from slipring.runtime.request import Delta, GenerationRequest, Sink, TokenLogprob
+from slipring.scheduler.request import FinishReason, Request
+
+logger = logging.getLogger(__name__)
+
+
+class Completion:
+    __slots__ = (
+        "_include_stop",
+        "_metrics",
+        "_own_stop_ids",
+        "_sink",
+        "arrival",
+        "detokenizer",
+        "finished",
+        "index",
+        "last_token_at",
+        "request",
+        "request_id",
+        "wants_logprobs",
+    )
+
+    def __init__(
+        self,
+        generation: GenerationRequest,
+        index: int,
+        request: Request,
+        detokenizer: Detokenizer,
+        eos_token_ids: frozenset[int],
+        sink: Sink,
+        metrics: Metrics,
+    ) -> None:
+        self.request_id = generation.request_id
+        self.index = index
+        self.request = request
+        self.detokenizer = detokenizer
+        self.arrival = request.arrival
+        self.last_token_at = 0.0
+        self.finished = False
+        self.wants_logprobs = request.params.logprobs >= 0
+        self._include_stop = generation.include_stop_str_in_output
+        self._own_stop_ids = request.stop_token_ids - eos_token_ids
+        self._sink = sink
+        self._metrics = metrics
+        request.owner = self
+
+    def push(
+        self,
+        token: int,
+        logprobs: tuple[TokenLogprob] | None,
+        finish: FinishReason | None,
+        stop_token: int | None,
+        now: float,
+    ) -> bool:
+        """Take one token. True when its text completed a stop string, so that the caller must end the request."""
+        self._observe(now)
+        if stop_token is not None:
+            text = self.detokenizer.push(token) if self._include_stop and token in self._own_stop_ids else ""
+        else:
+            text = self.detokenizer.push(token)
+        stopped = self.detokenizer.stopped
+        if finish is None and stopped is None:
+            cached = self.request.num_cached_tokens
+            self._emit(Delta(index=self.index, text=text, token_ids=(token,), logprobs=logprobs, num_cached_tokens=cached))
+            return False
+        self.finish(
+            FinishReason.STOP if stopped is not None else finish or FinishReason.STOP,
+            now,
+            text=text,
+            token_ids=(token,),
+            logprobs=logprobs,
+            stop_reason=stopped if stopped is not None else stop_token if stop_token in self._own_stop_ids else None,
+        )
+        return stopped is not None
+
+    def finish(
+        self,
+        reason: FinishReason,
+        now: float,
+        *,
+        text: str = "",
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob] | None = None,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+    ) -> None:
+        """Hand over the last piece: what was held back, and why it ends. Only the first call counts."""
+        if self.finished:
+            return
+        self.finished = True
+        self._metrics.finished[reason.value] += 1
+        self._metrics.e2e_s.observe(now - self.arrival)
+        self._emit(
+            Delta(
+                index=self.index,
+                text=text + self.detokenizer.finish(),
+                token_ids=token_ids,
+                logprobs=logprobs,
+                finish_reason=reason.value,
+                stop_reason=stop_reason,
+                num_cached_tokens=self.request.num_cached_tokens,
+                error=error,
+            )
+        )
+
+    def _observe(self, now: float) -> None:
+        metrics = self._metrics
+        metrics.generation_tokens += 1
+        if self.last_token_at:
+            metrics.itl_s.observe(now - self.last_token_at)
+        else:
+            metrics.ttft_s.observe(now - self.arrival)
+        self.last_token_at = now
+
+    def _emit(self, delta: Delta) -> None:
+        """A sink that raises loses its own stream's piece, never anybody else's."""
+        try:
+            self._sink(delta)
+        except Exception:
+            logger.exception("the sink of request %s raised", self.request_id)

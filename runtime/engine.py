@@ -1,0 +1,341 @@
+"""`Engine`: what the outside sees. Submit, abort, health, stats; start, drain, stop.
+
+Owns the table of live requests. A request of `n` completions becomes n scheduler requests that share their prompt's
+blocks; their pieces come to one sink, told apart by `Delta.index`. All methods must be called on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import secrets
+import time
+from collections.abc import Callable
+from enum import Enum
+
+import msgspec
+import numpy as np
+
+from slipring.runtime.chat_template import ChatTemplate
+from slipring.runtime.completion import Completion
+from slipring.runtime.config import ConfigError, EngineConfig, ResolvedConfig, resolve
+from slipring.runtime.detokenizer import Detokenizer
+from slipring.runtime.metrics import Metrics, Stats
+from slipring.runtime.model import ModelError, open_model
+from slipring.runtime.replica import Replica, ReplicaDeadError
+from slipring.runtime.request import (
+    ContextLengthError,
+    EngineDeadError,
+    GenerationRequest,
+    InvalidRequestError,
+    QueueFullError,
+    Sink,
+)
+from slipring.runtime.tokenizer import Tokenizer
+from slipring.scheduler.request import FinishReason, Request
+from slipring.shm import wire
+
+__all__ = ["ConfigError", "Engine", "Health", "HealthState", "ModelError", "StartupError", "StartupEvent"]
+
+_LONG_TEXT = 8192
+"""Characters from which a text is tokenized off the loop: about a millisecond's work."""
+_LONG_PROMPT = 8192
+"""Tokens from which a prompt's block hashes are computed off the loop."""
+
+
+class HealthState(Enum):
+    STARTING = "starting"
+    HEALTHY = "healthy"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class Health(msgspec.Struct, frozen=True):
+    state: HealthState
+    reason: str | None = None
+
+
+class StartupEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine is busy with while it starts. `done` of `total` bytes while weights load."""
+
+    phase: str
+    seconds: float = 0.0
+    done: int = 0
+    total: int = 0
+    final: bool = False
+    """The phase is over; `seconds` is how long it took."""
+
+
+class StartupError(Exception):
+    """The engine cannot start; the message says why and what to do."""
+
+
+class Engine:
+    def __init__(self, config: EngineConfig) -> None:
+        """Read the model's metadata. Raises ModelError or ConfigError, whose messages name the fix."""
+        self._model = open_model(config.model)
+        self.spec = self._model.spec
+        self.config: ResolvedConfig = resolve(config, self.spec)
+        self.max_model_len = self.config.max_model_len
+        self.tokenizer: Tokenizer
+        self.chat_template: ChatTemplate | None = None
+        self._metrics = Metrics()
+        self._live: dict[str, list[Completion]] = {}
+        self._state = HealthState.STARTING
+        self._dead_reason: str | None = None
+        self._eos = frozenset(self.spec.eos_token_ids)
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._died = asyncio.Event()
+        self._seeds = secrets.SystemRandom() if config.seed == 0 else np.random.default_rng(config.seed)
+        self._replica: Replica
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    async def start(self, on_event: Callable[[StartupEvent], None] | None = None) -> None:
+        """Spawn the worker and wait until it can serve. Raises StartupError; nothing is left running then."""
+        tell = on_event or (lambda event: None)
+        began = time.monotonic()
+
+        def on_progress(progress: wire.Progress) -> None:
+            tell(StartupEvent(phase="load weights", done=progress.done, total=progress.total))
+
+        try:
+            self._replica = Replica(self.config, self.spec, on_progress, self._on_dead)
+        except OSError as error:
+            raise StartupError(f"no shared memory for rings and batch table: {error}. {_SHM_FIX}") from error
+        try:
+            starting = asyncio.ensure_future(self._replica.start(self.config.user.worker_startup_timeout_s))
+            await asyncio.sleep(0)  # the worker is on its way while the tokenizer is built
+            self.tokenizer, self.chat_template = await asyncio.to_thread(self._load_text)
+            tell(StartupEvent(phase="tokenizer", seconds=time.monotonic() - began, final=True))
+            ready = await starting
+            for phase, seconds in ready.phase_seconds.items():
+                tell(StartupEvent(phase=phase, seconds=seconds, final=True))
+            self._fit_context(ready)
+        except (ReplicaDeadError, ModelError, ConfigError) as error:
+            last = "\n".join(self._replica.worker.last_lines)
+            self._replica.close()
+            raise StartupError(f"{error}\n{last}".rstrip()) from error
+        except BaseException:
+            self._replica.close()
+            raise
+        self._state = HealthState.HEALTHY
+
+    def _load_text(self) -> tuple[Tokenizer, ChatTemplate | None]:
+        return self._model.tokenizer(), self._model.chat_template()
+
+    def _fit_context(self, ready: wire.Ready) -> None:
+        """No request may be longer than the whole pool, so the context ends where the pool does."""
+        capacity = ready.num_blocks * self.config.user.block_size
+        user = self.config.user
+        if capacity < self.max_model_len and user.max_model_len is not None and user.num_gpu_blocks_override is None:
+            need = -(-self.max_model_len // user.block_size) * ready.block_bytes
+            raise ConfigError(
+                f"--max-model-len {self.max_model_len} needs {need / 2**20:.0f} MiB of KV cache, and there are "
+                f"{ready.num_blocks * ready.block_bytes / 2**20:.0f} MiB: use --max-model-len {capacity} or less, "
+                f"or --kv-cache-memory-bytes {need}"
+            )
+        self.max_model_len = min(self.max_model_len, capacity)
+        self.config = msgspec.structs.replace(self.config, max_model_len=self.max_model_len)
+        self._replica.begin(self.config, ready.num_blocks)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new work and let what is live finish; after `timeout_s` the rest ends with an error."""
+        if self._state is HealthState.HEALTHY:
+            self._state = HealthState.DRAINING
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            self._end_all("the server is shutting down")
+
+    async def stop(self) -> None:
+        """End the worker and give everything back. Idempotent."""
+        if self._state is not HealthState.DEAD:
+            self._state = HealthState.DRAINING
+            self._end_all("the server is shutting down")
+        if hasattr(self, "_replica"):
+            await self._replica.shut_down(timeout_s=2.0)
+
+    async def wait_dead(self) -> str:
+        """Returns, with the reason, when the engine can serve no more."""
+        await self._died.wait()
+        return self._dead_reason or ""
+
+    @property
+    def worker_last_lines(self) -> list[str]:
+        """What the worker last wrote."""
+        return list(self._replica.worker.last_lines)
+
+    @property
+    def worker_pids(self) -> list[int]:
+        return [self._replica.worker.pid]
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def submit(self, generation: GenerationRequest, sink: Sink) -> None:
+        """Start generating; `sink` gets each piece, on the loop, never before this returns.
+
+        Raises InvalidRequestError, ContextLengthError, QueueFullError or EngineDeadError; then nothing was started.
+        """
+        if self._state is not HealthState.HEALTHY:
+            raise EngineDeadError(self._dead_reason or f"the engine is {self._state.value}")
+        prompt = self._check(generation)
+        completions = self._make_completions(generation, prompt, sink)
+        self._live[generation.request_id] = completions
+        self._idle.clear()
+        self._metrics.prompt_tokens += len(prompt)
+        requests = [completion.request for completion in completions]
+        if len(prompt) < _LONG_PROMPT or not self.config.user.enable_prefix_caching:
+            self._enqueue(requests)
+        else:
+            loop = asyncio.get_running_loop()
+            hashing = loop.run_in_executor(None, requests[0].hash_prompt, self.config.user.block_size)
+            hashing.add_done_callback(lambda _: self._enqueue(requests))
+
+    def abort(self, request_id: str) -> bool:
+        """Forget a request; its sink is called no more. False when it is not live."""
+        completions = self._live.pop(request_id, None)
+        if completions is None:
+            return False
+        for completion in completions:
+            if not completion.finished:
+                completion.finished = True
+                self._metrics.finished[FinishReason.ABORT.value] += 1
+                self._replica.abort(completion.request)
+        self._note_idle()
+        return True
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; long texts are tokenized off the loop."""
+        if len(text) < _LONG_TEXT:
+            return self.tokenizer.encode(text, add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+
+    def draw_seed(self) -> int:
+        """A seed for a request that brought none."""
+        if isinstance(self._seeds, np.random.Generator):
+            return int(self._seeds.integers(1 << 63))
+        return self._seeds.getrandbits(63)
+
+    def health(self) -> Health:
+        return Health(self._state, self._dead_reason)
+
+    def stats(self) -> Stats:
+        metrics = self._metrics
+        scheduler = self._replica.scheduler
+        pool, counters = scheduler.pool, scheduler.counters
+        return Stats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_cache_usage=1.0 - pool.num_free / pool.num_blocks,
+            num_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_cached,
+            prefix_cache_queries=counters.prefix_queries,
+            prefix_cache_hits=counters.prefix_hits,
+            prompt_tokens=metrics.prompt_tokens,
+            generation_tokens=metrics.generation_tokens,
+            num_preemptions=counters.num_preemptions,
+            num_steps=counters.num_steps,
+            num_rejected=metrics.rejected,
+            finished=metrics.finished.copy(),
+            ttft_s=metrics.ttft_s.copy(),
+            itl_s=metrics.itl_s.copy(),
+            e2e_s=metrics.e2e_s.copy(),
+        )
+
+    def _check(self, generation: GenerationRequest) -> np.ndarray:
+        if generation.request_id in self._live:
+            raise InvalidRequestError(f"request id {generation.request_id!r} is in use", "request_id")
+        prompt = np.asarray(generation.prompt_token_ids, np.int64)
+        if prompt.ndim != 1 or prompt.size == 0:
+            raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
+        if prompt.min() < 0 or prompt.max() >= self.spec.vocab_size:
+            raise InvalidRequestError(f"token ids must be from 0 to {self.spec.vocab_size - 1}", "prompt")
+        if prompt.size >= self.max_model_len:
+            raise ContextLengthError(
+                f"This model's maximum context length is {self.max_model_len} tokens, and the prompt has "
+                f"{prompt.size}: it must leave room for at least one new token.",
+                "prompt",
+            )
+        self._check_queue(generation.n, int(prompt.size))
+        return prompt.astype(np.int32)
+
+    def _check_queue(self, n: int, num_tokens: int) -> None:
+        """Bounded in requests and in tokens; a lone request always passes."""
+        user, scheduler = self.config.user, self._replica.scheduler
+        waiting, tokens = scheduler.num_waiting, scheduler.waiting.num_tokens
+        if waiting and (waiting + n > user.max_queued_requests or tokens + n * num_tokens > user.max_queued_tokens):
+            self._metrics.rejected += 1
+            raise QueueFullError(
+                f"{waiting} requests with {tokens} tokens are waiting already "
+                f"(--max-queued-requests {user.max_queued_requests}, --max-queued-tokens {user.max_queued_tokens})"
+            )
+
+    def _make_completions(self, generation: GenerationRequest, prompt: np.ndarray, sink: Sink) -> list[Completion]:
+        room = self.max_model_len - len(prompt)
+        max_tokens = min(generation.params.max_tokens, room)
+        arrival = time.monotonic()
+        sink_when_ended = functools.partial(self._deliver, generation.request_id, sink)
+        completions: list[Completion] = []
+        for index in range(generation.n):
+            request = Request(
+                prompt,
+                msgspec.structs.replace(generation.params, choice=index, max_tokens=max_tokens),
+                arrival=arrival,
+                priority=generation.priority,
+                cache_salt=generation.cache_salt,
+                leader=completions[0].request if completions else None,
+            )
+            detokenizer = Detokenizer(
+                self.tokenizer,
+                generation.stop,
+                generation.include_stop_str_in_output,
+                generation.skip_special_tokens,
+            )
+            completions.append(
+                Completion(generation, index, request, detokenizer, self._eos, sink_when_ended, self._metrics)
+            )
+        return completions
+
+    def _enqueue(self, requests: list[Request]) -> None:
+        """Hash what is not hashed yet and hand over to the replica, unless aborted or dead in the meantime."""
+        for request in requests:
+            if request.owner.finished:
+                continue
+            if self.config.user.enable_prefix_caching:
+                request.hash_prompt(self.config.user.block_size)
+            self._replica.add(request)
+
+    def _deliver(self, request_id: str, sink: Sink, delta) -> None:
+        if delta.finish_reason is not None:
+            completions = self._live.get(request_id)
+            if completions is not None and all(completion.finished for completion in completions):
+                del self._live[request_id]
+                self._note_idle()
+        sink(delta)
+
+    def _note_idle(self) -> None:
+        if not self._live:
+            self._idle.set()
+
+    # --- faults -------------------------------------------------------------------------------------------------
+
+    def _on_dead(self, reason: str) -> None:
+        """Everybody who waits is told at once; nothing new is taken."""
+        self._state = HealthState.DEAD
+        self._dead_reason = reason
+        self._end_all(reason)
+        self._died.set()
+
+    def _end_all(self, reason: str) -> None:
+        now = time.monotonic()
+        for completions in list(self._live.values()):
+            for completion in completions:
+                if not completion.finished:
+                    self._replica.abort(completion.request)
+                    completion.finish(FinishReason.ERROR, now, error=reason)
+
+
+_SHM_FIX = "In a container, start it with a larger --shm-size, or lower --max-num-seqs or --max-model-len."

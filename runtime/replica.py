@@ -1,0 +1,310 @@
+"""One replica: a scheduler, its rings and batch table, its worker, and the step loop between them.
+
+The loop (`_on_doorbell`) runs once for each returned step, entirely in one callback of the event loop:
+
+    update    what came back changes the scheduler's state
+    publish   the next step goes out, so that the device never waits for what follows
+    deliver   tokens become text and reach their sinks (client I/O)
+    index     blocks that became full enter the prefix cache
+    pace      if the pipeline has room, a timer for the moment shortly before the running step's end
+
+With pipeline depth 1 the same code runs; `publish` then only finds room when nothing is in flight. Nothing polls:
+an idle replica has no timer and waits for its doorbell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from slipring.runtime.completion import Completion
+from slipring.runtime.config import ResolvedConfig
+from slipring.runtime.pacing import Pacer
+from slipring.runtime.request import TokenLogprob
+from slipring.runtime.worker_process import WorkerProcess
+from slipring.scheduler.request import FinishReason, Request
+from slipring.scheduler.scheduler import ProtocolError, Returned, Scheduler, Step
+from slipring.shm import wire
+from slipring.shm.doorbell import Doorbell
+from slipring.shm.ring import RingReader, RingWriter, create_ring
+from slipring.shm.spec import ModelSpec, WorkerConfig
+from slipring.shm.table import BatchTable
+from slipring.shm.wire import SlotKind, StepInputView, StepOutputView, StepShape
+
+logger = logging.getLogger(__name__)
+
+_SPIN_US = 50
+_CONTROL_BYTES = 16384
+"""Room that a slot of the output ring has at least, for a worker's error record."""
+_MIN_CHUNK = 64
+
+
+class ReplicaDeadError(Exception):
+    """The worker is gone, or the replica cannot go on; the message says why."""
+
+
+class Replica:
+    """Everything in here runs on the event loop's thread."""
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        spec: ModelSpec,
+        on_progress: Callable[[wire.Progress], None],
+        on_dead: Callable[[str], None],
+    ) -> None:
+        """Allocates the shared memory. Raises OSError when it is short."""
+        self._config = config
+        self._spec = spec
+        self._on_progress = on_progress
+        self._on_dead = on_dead
+        self._depth = config.pipeline_depth
+        self._step_shape = shape = StepShape.of(config.user.max_num_seqs, config.max_draft, config.user.block_size)
+        self.table = BatchTable.create(config.table_shape)
+        self._steps = RingWriter.create("step ring", self._depth + 2, shape.input_bytes, num_readers=1)
+        output_bytes = max(shape.output_bytes, _CONTROL_BYTES)
+        self._outputs = RingReader(create_ring("output ring", self._depth + 2, output_bytes, num_readers=1))
+        self._step_views = [StepInputView(self._steps.payload(i), shape) for i in range(self._steps.num_slots)]
+        self._output_views = [StepOutputView(self._outputs.payload(i), shape) for i in range(self._outputs.num_slots)]
+        self._step_bell, self._output_bell = Doorbell(), Doorbell()
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[wire.Ready] = self._loop.create_future()
+        self._pacer = Pacer()
+        self._timer: asyncio.TimerHandle | None = None
+        self._kick_scheduled = False
+        self._error: str | None = None
+        self._closing = False
+        self.dead_reason: str | None = None
+        self.worker = WorkerProcess(self._on_worker_exit)
+        self.scheduler: Scheduler
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    async def start(self, timeout_s: float) -> wire.Ready:
+        """Spawn the worker and wait until it is ready. Raises ReplicaDeadError."""
+        self._loop.add_reader(self._output_bell.fd, self._on_doorbell)
+        inherit = (
+            self._steps.segment.fd,
+            self._outputs.segment.fd,
+            self.table.segment.fd,
+            self._step_bell.fd,
+            self._output_bell.fd,
+        )
+        self.worker.spawn(self._config.user.worker_module, self._worker_config, inherit, self._environment())
+        try:
+            ready = await asyncio.wait_for(asyncio.shield(self._ready), timeout_s)
+        except TimeoutError:
+            state = self._steps.reader_state(0)
+            raise ReplicaDeadError(
+                f"the worker (pid {state.pid}) was not ready after {timeout_s:.0f} s; its phase is {state.phase.name}"
+            ) from None
+        return ready
+
+    def begin(self, config: ResolvedConfig, num_blocks: int) -> None:
+        """The pool's size is known: make the scheduler, and accept requests from now on."""
+        self._config = config
+        self.scheduler = Scheduler(config.scheduler(num_blocks), self.table, self._spec.vocab_size)
+
+    def close(self) -> None:
+        """Kill the worker, if it still lives, and give everything back. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        self._loop.remove_reader(self._output_bell.fd)
+        self._cancel_timer()
+        self.worker.close()
+        for bell in (self._step_bell, self._output_bell):
+            bell.close()
+
+    async def shut_down(self, timeout_s: float) -> None:
+        """Ask the worker to end, and make sure that it does."""
+        self._closing_gracefully()
+        deadline = self._loop.time() + timeout_s
+        while self.worker.alive and self._loop.time() < deadline:
+            await asyncio.sleep(0.01)
+        self.close()
+
+    def _closing_gracefully(self) -> None:
+        self.dead_reason = self.dead_reason or "the engine is shutting down"
+        if self.worker.alive and self._steps.try_claim() is not None:
+            self._steps.publish(SlotKind.SHUTDOWN, 0, 0)
+            self._step_bell.ring()
+
+    def _worker_config(self, lifeline_fd: int) -> WorkerConfig:
+        config, user = self._config, self._config.user
+        return WorkerConfig(
+            model=self._spec,
+            rank=0,
+            parent_pid=os.getpid(),
+            device=config.device,
+            dtype=config.dtype,
+            num_threads=config.num_threads,
+            block_size=user.block_size,
+            num_blocks=user.num_gpu_blocks_override,
+            kv_cache_bytes=config.kv_cache_bytes,
+            max_model_len=config.max_model_len,
+            max_num_seqs=user.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            num_rows=config.num_rows,
+            max_draft=config.max_draft,
+            step_ring_fd=self._steps.segment.fd,
+            step_ring_bytes=self._steps.segment.nbytes,
+            output_ring_fd=self._outputs.segment.fd,
+            output_ring_bytes=self._outputs.segment.nbytes,
+            table_fd=self.table.segment.fd,
+            table_bytes=self.table.segment.nbytes,
+            step_doorbell_fd=self._step_bell.fd,
+            output_doorbell_fd=self._output_bell.fd,
+            lifeline_fd=lifeline_fd,
+            reader_index=0,
+            spin_us=_SPIN_US,
+        )
+
+    def _environment(self) -> dict[str, str]:
+        return self._config.worker_environment()
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Put a request in line. An idle replica wakes at once; requests of one loop turn share a step."""
+        self.scheduler.add(request)
+        if not self._kick_scheduled:
+            self._kick_scheduled = True
+            self._loop.call_soon(self._kick)
+
+    def abort(self, request: Request) -> None:
+        self.scheduler.abort(request)
+
+    def _kick(self) -> None:
+        self._kick_scheduled = False
+        self._pump()
+
+    # --- the step loop ------------------------------------------------------------------------------------------
+
+    def _on_doorbell(self) -> None:
+        """One returned step: update, publish, deliver, index, pace. See the module's docstring for the order."""
+        self._output_bell.clear()
+        try:
+            while (slot := self._outputs.try_read()) is not None:
+                kind, length, step_id, _ = self._outputs.header(slot)
+                if kind != SlotKind.STEP:
+                    self._on_control(kind, length, slot)
+                elif self.dead_reason is None:
+                    returned = self.scheduler.update(self._output_views[slot], step_id)
+                    self._pacer.returned(time.monotonic())
+                    self._pump()
+                    self._deliver(returned, self._output_views[slot])
+                    self.scheduler.index_returned_blocks()
+                self._outputs.advance()
+            self._check_when_idle()
+        except (ProtocolError, msgspec.DecodeError) as error:
+            self._fail(f"protocol fault between engine and worker: {error}")
+        except Exception as error:
+            logger.exception("the step loop raised")
+            self._fail(f"internal error in the step loop: {error!r}")
+
+    def _pump(self) -> None:
+        """Publish as many steps as are due now; set the timer for the next one if the pipeline has room."""
+        self._cancel_timer()
+        while self.dead_reason is None and self.scheduler.has_work and self.scheduler.num_in_flight < self._depth:
+            if self.scheduler.num_in_flight:
+                early_s = self._pacer.publish_at() - time.monotonic()
+                if early_s > 0:
+                    self._timer = self._loop.call_later(early_s, self._pump)
+                    return
+            if self._publish() is None:
+                return
+
+    def _publish(self) -> Step | None:
+        slot = self._steps.try_claim()
+        if slot is None:
+            return None  # the worker still holds every slot; its next output brings us back here
+        step = self.scheduler.schedule(self._step_views[slot])
+        if step is None:
+            return None  # rows or blocks must come back first
+        self._steps.publish(SlotKind.STEP, self._step_shape.input_bytes, step.step_id)
+        self._step_bell.ring()
+        self._pacer.published(step, time.monotonic())
+        return step
+
+    def _deliver(self, returned: Returned, view: StepOutputView) -> None:
+        now = time.monotonic()
+        ends = {id(request): (reason, token) for request, reason, token in returned.finished}
+        for request, token, entry in zip(returned.requests, returned.tokens, returned.entries, strict=True):
+            completion: Completion = request.owner
+            reason, stop_token = ends.get(id(request), (None, None)) if ends else (None, None)
+            if reason is FinishReason.ERROR:
+                completion.finish(reason, now, error="the model's output was not finite for this request")
+                continue
+            logprobs = (self._logprob(view, entry, token, request),) if completion.wants_logprobs else None
+            if completion.push(token, logprobs, reason, stop_token, now):
+                self.scheduler.abort(request)
+        self._size_chunks()
+
+    def _logprob(self, view: StepOutputView, entry: int, token: int, request: Request) -> TokenLogprob:
+        count = request.params.logprobs
+        ids, values = view.top_ids[entry, :count].tolist(), view.top_logprobs[entry, :count].tolist()
+        top = tuple(zip(ids, values, strict=True))
+        return TokenLogprob(token, float(view.logprob[entry]), int(view.rank[entry]), top)
+
+    def _size_chunks(self) -> None:
+        scheduler = self.scheduler
+        scheduler.mixed_chunk = self._pacer.cost.chunk_within(
+            self._config.itl_target_s,
+            scheduler.decode.num,
+            self._pacer.num_context,
+            least=_MIN_CHUNK,
+            most=scheduler.config.max_mixed_chunk,
+        )
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check_when_idle(self) -> None:
+        if self._config.user.debug_integrity and self.is_ready and not self.scheduler.num_in_flight:
+            self.scheduler.check_integrity()
+
+    @property
+    def is_ready(self) -> bool:
+        return hasattr(self, "scheduler")
+
+    # --- faults -------------------------------------------------------------------------------------------------
+
+    def _on_control(self, kind: int, length: int, slot: int) -> None:
+        payload = self._outputs.payload(slot)
+        if kind == SlotKind.PROGRESS:
+            self._on_progress(wire.decode(payload, length, wire.Progress))
+        elif kind == SlotKind.READY:
+            self._ready.set_result(wire.decode(payload, length, wire.Ready))
+        elif kind == SlotKind.ERROR:
+            error: wire.WorkerError = wire.decode(payload, length, wire.WorkerError)
+            self._error = error.message
+            self._fail(f"the worker failed: {error.message}")
+        else:
+            raise ProtocolError(f"unknown record kind {kind}")
+
+    def _on_worker_exit(self, status: int) -> None:
+        if self._closing or self.dead_reason == "the engine is shutting down":
+            return
+        self._on_doorbell()  # outputs that were published before the end still count
+        words = self.worker.describe_exit(status)
+        self._fail(f"the worker (pid {self.worker.pid}) {words}")
+
+    def _fail(self, reason: str) -> None:
+        """The replica is dead: nothing more is published, and whoever waits is told."""
+        if self.dead_reason is not None:
+            return
+        self.dead_reason = reason
+        self._cancel_timer()
+        self.worker.kill()
+        if not self._ready.done():
+            self._ready.set_exception(ReplicaDeadError(reason))
+        else:
+            self._on_dead(reason)

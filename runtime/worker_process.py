@@ -1,0 +1,138 @@
+"""One worker process: spawned from the loop's own thread, watched by pidfd, its output always drained.
+
+A worker must never outlive the engine: it asks for PR_SET_PDEATHSIG, which fires when the *thread* that made it
+ends (hence: spawn only from the loop's thread), and it also watches a lifeline pipe whose other end lives here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from slipring.shm import spec as wire_spec
+from slipring.shm.segment import memfd
+from slipring.shm.spec import WorkerConfig
+
+_LAST_LINES = 40
+
+
+class WorkerProcess:
+    """`on_exit(status)` is called once, on the loop, when the process is gone and has been reaped."""
+
+    def __init__(self, on_exit: Callable[[int], None], echo: bool = True) -> None:
+        self._on_exit = on_exit
+        self._echo = echo
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._output_fd = -1
+        self._lifeline = -1
+        self._partial = b""
+        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        """What the worker last wrote to stdout or stderr."""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else -1
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    def spawn(
+        self,
+        module: str,
+        make_config: Callable[[int], WorkerConfig],
+        inherit: tuple[int, ...],
+        environment: Mapping[str, str],
+    ) -> None:
+        """Start `python -m module FD`. `make_config` gets the lifeline's descriptor as the child will see it."""
+        lifeline_read, self._lifeline = os.pipe()
+        self._output_fd, output_write = os.pipe()
+        config_fd = _readable(wire_spec.encode(make_config(lifeline_read)))
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, str(config_fd)],
+                stdin=subprocess.DEVNULL,
+                stdout=output_write,
+                stderr=output_write,
+                pass_fds=(*inherit, config_fd, lifeline_read),
+                env=dict(environment),
+            )
+        finally:
+            for fd in (config_fd, lifeline_read, output_write):
+                os.close(fd)
+        self._pidfd = os.pidfd_open(self._process.pid)
+        os.set_blocking(self._output_fd, False)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._pidfd, self._reap)
+        loop.add_reader(self._output_fd, self._drain)
+
+    def kill(self) -> None:
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill and reap without telling anybody. Idempotent."""
+        if self._process is None:
+            return
+        self.kill()
+        self._process.wait()
+        self._release()
+
+    def describe_exit(self, status: int) -> str:
+        """The exit in words, with the hint that people need most often."""
+        if status >= 0:
+            return f"exited with status {status}"
+        name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+        hint = " (out of memory? see the kernel's log)" if name == "SIGKILL" else ""
+        return f"was killed by {name}{hint}"
+
+    def _reap(self) -> None:
+        assert self._process is not None
+        status = self._process.wait()
+        self._drain()
+        self._release()
+        self._on_exit(status)
+
+    def _release(self) -> None:
+        if self._pidfd < 0:
+            return
+        loop = asyncio.get_event_loop()
+        loop.remove_reader(self._pidfd)
+        loop.remove_reader(self._output_fd)
+        for fd in (self._pidfd, self._output_fd, self._lifeline):
+            os.close(fd)
+        self._pidfd = self._output_fd = self._lifeline = -1
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                data = os.read(self._output_fd, 65536)
+            except BlockingIOError:
+                return
+            if not data:
+                asyncio.get_running_loop().remove_reader(self._output_fd)
+                return
+            *lines, self._partial = (self._partial + data).split(b"\n")
+            self._partial = self._partial[-4096:]
+            for line in lines:
+                self._take_line(line.decode("utf-8", "replace"))
+
+    def _take_line(self, line: str) -> None:
+        self.last_lines.append(line)
+        if self._echo:
+            print(f"[worker] {line}", file=sys.stderr, flush=True)
+
+
+def _readable(data: bytes) -> int:
+    """A descriptor from which `data` can be read to its end."""
+    fd = memfd("worker-config", len(data))
+    os.pwrite(fd, data, 0)
+    return fd
