@@ -3,9 +3,12 @@
 Entries [0, num) are live; a row that leaves is replaced by the last entry (swap-remove), so row ids never move but
 positions do. Every entry goes into every step, one token each, which is why its position simply counts up.
 
-    start   position computed next; the token there may still be in flight
-    event   position at which the entry needs attention: it crosses into a block it does not have, or it is done
-    last    position whose computation would draw a token past the request's limit: never scheduled
+    start    position computed next; the token there may still be in flight
+    grow_at  first position in a block that the row does not have yet; NEVER when it will need no more blocks
+    last     position whose computation would draw a token past the request's limit: never scheduled
+
+Since every position counts up by one a step, the next time that anybody needs attention is a countdown and not a
+search: `grow_in` and `done_in` are lower bounds on the steps until a row needs a block, or is done.
 """
 
 from __future__ import annotations
@@ -14,14 +17,18 @@ import numpy as np
 
 from slipring.scheduler.request import Request
 
+NEVER = 2**30
+"""A position that no row reaches."""
+
 
 class DecodeRows:
     def __init__(self, capacity: int, num_rows: int) -> None:
         self.num = 0
+        self.grow_in = self.done_in = NEVER
         self.row = np.zeros(capacity, np.int32)
         self.generation = np.zeros(capacity, np.int32)
         self.start = np.zeros(capacity, np.int32)
-        self.event = np.zeros(capacity, np.int32)
+        self.grow_at = np.zeros(capacity, np.int32)
         self.last = np.zeros(capacity, np.int32)
         self.num_blocks = np.zeros(capacity, np.int32)
         self.requests: list[Request] = []
@@ -37,14 +44,17 @@ class DecodeRows:
         self.start[at] = start
         self.last[at] = request.limit - 1
         self.num_blocks[at] = num_blocks
-        self.event[at] = min(num_blocks * block_size, request.limit - 1)
+        border = num_blocks * block_size
+        self.grow_at[at] = border if border < request.limit - 1 else NEVER
+        self.grow_in = min(self.grow_in, border - start)
+        self.done_in = min(self.done_in, request.limit - 1 - start)
         self.requests.append(request)
         self._index_of_row[request.row] = at
         self.num = at + 1
 
     def remove(self, row: int) -> None:
         at, end = int(self._index_of_row[row]), self.num - 1
-        for column in (self.row, self.generation, self.start, self.event, self.last, self.num_blocks):
+        for column in (self.row, self.generation, self.start, self.grow_at, self.last, self.num_blocks):
             column[at] = column[end]
         self.requests[at] = self.requests[end]
         self.requests.pop()
@@ -52,7 +62,25 @@ class DecodeRows:
         self._index_of_row[row] = -1
         self.num = end
 
+    def advance(self) -> None:
+        """Every entry goes one position further."""
+        start = self.start[: self.num]
+        start += 1
+        self.grow_in -= 1
+        self.done_in -= 1
+
+    def done_rows(self) -> list[int]:
+        """Rows of the entries that must not be scheduled again; resets the countdown to the next ones."""
+        left = self.last[: self.num] - self.start[: self.num]
+        done = (left <= 0).nonzero()[0]
+        left[done] = NEVER
+        self.done_in = int(left.min(initial=NEVER))
+        return self.row[done].tolist()
+
     def check_integrity(self) -> None:
+        num, start = self.num, self.start[: self.num]
+        assert (self.grow_at[:num] - start).min(initial=NEVER) >= self.grow_in, "the countdown to growth is late"
+        assert (self.last[:num] - start).min(initial=NEVER) >= self.done_in, "the countdown to an end is late"
         assert len(self.requests) == self.num, "dense columns and requests differ in length"
         rows = self.row[: self.num].tolist()
         assert rows == [request.row for request in self.requests], "a dense row is not its request's"

@@ -29,14 +29,21 @@ from numpy.typing import NDArray
 
 from slipring.scheduler.block_pool import BlockPool
 from slipring.scheduler.config import SchedulerConfig
-from slipring.scheduler.decode_rows import DecodeRows
+from slipring.scheduler.decode_rows import NEVER, DecodeRows
 from slipring.scheduler.request import FinishReason, Request, RequestStatus
 from slipring.scheduler.rows import RowAllocator
 from slipring.scheduler.waiting import WaitingQueue
 from slipring.shm.table import BatchTable
 from slipring.shm.wire import StepFlag, StepInputView, StepOutputView
 
+_LOOK_AHEAD = 8
+"""Steps by which a decode row gets its next block before it needs it."""
 _DECODE_FLAGS = int(StepFlag.SAMPLE | StepFlag.LAST_TOKEN)
+
+
+_Entries = NDArray[np.intp] | slice
+_ALL = slice(None)
+"""Every entry of a step, as an index that copies nothing."""
 
 
 class ProtocolError(Exception):
@@ -55,7 +62,7 @@ class Counters:
     """Prompt tokens found there."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
     """A step in flight: a summary for pacing, and the slot's view, which stays valid until the step is back."""
 
@@ -102,7 +109,9 @@ class Scheduler:
         self._limit = np.zeros(num_rows, np.int32)
         self._num_blocks = np.zeros(num_rows, np.int32)
         self._stop_uses = np.zeros(vocab_size, np.int32)
-        self._to_hash: list[tuple[Request, int, int]] = []
+        self._block_shift = config.block_size.bit_length() - 1
+        self._to_index: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]] = []
+        """(rows, generations, full blocks now) of returned steps, still to be hashed."""
 
     # --- requests come and go -------------------------------------------------------------------------------
 
@@ -146,15 +155,17 @@ class Scheduler:
         """Decide the next step and write it to `view`; None when no row can do anything now."""
         decode = self.decode
         preemptions = self.counters.num_preemptions
-        num_appends = self._grow(view) if decode.num else 0
+        if decode.done_in <= 0:
+            for row in decode.done_rows():
+                decode.remove(row)
+        num_appends = self._grow(view) if decode.grow_in <= 0 else 0
         num = decode.num
-        start = decode.start[:num]
         view.rows[:num] = decode.row[:num]
         view.generation[:num] = decode.generation[:num]
-        view.start[:num] = start
+        view.start[:num] = decode.start[:num]
         view.num_tokens[:num] = 1
         view.flags[:num] = _DECODE_FLAGS
-        start += 1
+        decode.advance()
         num_rows, num_chunk_tokens = num, 0
         if self._prefilling or len(self.waiting):
             may_admit = self.counters.num_preemptions == preemptions
@@ -164,8 +175,11 @@ class Scheduler:
         return self._seal(view, num_rows, num, num_appends, num_chunk_tokens)
 
     def _seal(self, view: StepInputView, num_rows: int, num_decode: int, num_appends: int, chunk: int) -> Step:
-        view.header[:4] = (num_rows, num_decode, num_appends, num_decode + chunk)  # NUM_ROWS .. NUM_TOKENS
-        view.num_draft[:num_rows] = 0
+        header = view.header
+        header[StepInputView.NUM_ROWS] = num_rows
+        header[StepInputView.NUM_DECODE] = num_decode
+        header[StepInputView.NUM_APPENDS] = num_appends
+        header[StepInputView.NUM_TOKENS] = num_decode + chunk
         step = Step(self._next_step_id, view, num_rows, num_decode, chunk)
         self._next_step_id += 1
         self._in_flight.append(step)
@@ -173,39 +187,42 @@ class Scheduler:
         return step
 
     def _grow(self, view: StepInputView) -> int:
-        """Give a block to every decode row that is about to need one; rows that are done leave decode.
+        """Give a block to every decode row that will soon need one.
 
-        Returns the number of block appends written to `view`. Preempts when the pool is empty.
+        Looking `_LOOK_AHEAD` steps ahead makes this the exception. Returns the number of block appends written to
+        `view`. Preempts when the pool is empty and a row cannot go on.
         """
-        decode = self.decode
+        decode, pool = self.decode, self.pool
         while True:
             num = decode.num
-            due = np.flatnonzero(decode.start[:num] >= decode.event[:num])
-            if not due.size:
-                return 0
-            done = due[decode.start[due] >= decode.last[due]]
-            if done.size:
-                for row in decode.row[done].tolist():
-                    decode.remove(row)
-                continue
-            blocks = self.pool.pop(due.size)
+            left = decode.grow_at[:num] - decode.start[:num]
+            due = (left < _LOOK_AHEAD).nonzero()[0]
+            blocks = pool.pop(due.size)
+            if blocks is None:
+                due = (left <= 0).nonzero()[0]
+                blocks = pool.pop(due.size)
             if blocks is not None:
-                return self._append_blocks(view, due, blocks)
+                if due.size:
+                    left[due] = self._append_blocks(view, due, blocks)
+                decode.grow_in = int(left.min(initial=NEVER))
+                return due.size
             self._preempt(self._victim())
 
-    def _append_blocks(self, view: StepInputView, due: NDArray[np.intp], blocks: NDArray[np.int32]) -> int:
-        decode = self.decode
+    def _append_blocks(self, view: StepInputView, due: NDArray[np.intp], blocks: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Returns how far each entry is from its next growth."""
+        decode, count = self.decode, due.size
         rows, index = decode.row[due], decode.num_blocks[due]
         self.table.block_table[rows, index] = blocks
-        count = due.size
-        view.appends[:count, 0] = rows
-        view.appends[:count, 1] = index
-        view.appends[:count, 2] = blocks
+        view.append_rows[:count] = rows
+        view.append_index[:count] = index
+        view.append_blocks[:count] = blocks
         index += 1
         decode.num_blocks[due] = index
         self._num_blocks[rows] = index
-        decode.event[due] = np.minimum(index * self.config.block_size, decode.last[due])
-        return count
+        border = index << self._block_shift
+        border[border >= decode.last[due]] = NEVER
+        decode.grow_at[due] = border
+        return border - decode.start[due]
 
     # --- prompts: chunks and admissions ---------------------------------------------------------------------
 
@@ -376,13 +393,17 @@ class Scheduler:
         step = self._expect(view, step_id)
         num = step.num_rows
         rows = view.rows[:num]
+        entries = _ALL
         alive = self.table.generation[rows] == view.generation[:num]
-        entries = np.flatnonzero(alive)
-        rows = rows[entries]
-        self._advance_computed(rows, step.view.start[entries] + step.view.num_tokens[entries])
-        drew = view.num_accepted[entries] != 0
-        if not drew.all():
-            entries, rows = entries[drew], rows[drew]
+        if not alive.all():
+            entries = alive.nonzero()[0]
+            rows = rows[entries]
+        self._advance_computed(rows, step.view.start[:num][entries] + step.view.num_tokens[:num][entries])
+        accepted = view.num_accepted[:num][entries]
+        if not accepted.all():
+            drew = accepted.nonzero()[0]
+            entries = drew if entries is _ALL else entries[drew]
+            rows = rows[drew]
         returned = self._take_tokens(step, view, entries, rows)
         self.rows.returned(step_id)
         return returned
@@ -392,31 +413,31 @@ class Scheduler:
             raise ProtocolError(f"step {step_id} came back, which is not the oldest in flight")
         step = self._in_flight[0]
         num = int(view.header[StepOutputView.NUM_ROWS])
-        if num != step.num_rows or not np.array_equal(view.rows[:num], step.view.rows[:num]):
+        if num != step.num_rows or view.rows[:num].tobytes() != step.view.rows[:num].tobytes():
             raise ProtocolError(f"step {step_id} came back with other rows than were sent")
         return self._in_flight.popleft()
 
     def _advance_computed(self, rows: NDArray[np.int32], computed: NDArray[np.int32]) -> None:
         self._num_computed[rows] = computed
         if self.config.enable_prefix_caching:
-            full = computed // self.config.block_size
-            for at in np.flatnonzero(full > self._num_hashed[rows]).tolist():
-                request = self._request_of[rows[at]]
-                assert request is not None
-                self._to_hash.append((request, int(rows[at]), int(full[at])))
+            full = computed >> self._block_shift
+            crossed = (full > self._num_hashed[rows]).nonzero()[0]
+            if crossed.size:
+                self._to_index.append((rows[crossed], self.table.generation[rows[crossed]], full[crossed]))
 
-    def _take_tokens(
-        self, step: Step, view: StepOutputView, entries: NDArray[np.intp], rows: NDArray[np.int32]
-    ) -> Returned:
-        drawn = view.tokens[entries, 0]
-        failed = view.num_accepted[entries] < 0
+    def _take_tokens(self, step: Step, view: StepOutputView, entries: _Entries, rows: NDArray[np.int32]) -> Returned:
+        num = step.num_rows
+        drawn = view.tokens[:num, 0][entries]
         at = self._num_tokens[rows]
         self.table.token_ids[rows, at] = drawn
         at += 1
         self._num_tokens[rows] = at
-        requests = [self._request_of[row] for row in rows.tolist()]
-        returned = Returned(step, requests, drawn.tolist(), entries.tolist())  # type: ignore[arg-type]
-        ends = np.flatnonzero((at >= self._limit[rows]) | (self._stop_uses[drawn] > 0) | failed)
+        failed = view.num_accepted[:num][entries] < 0
+        request_of = self._request_of
+        requests: list[Request] = [request_of[row] for row in rows.tolist()]  # type: ignore[misc]
+        numbers = list(range(num)) if entries is _ALL else entries.tolist()  # type: ignore[union-attr]
+        returned = Returned(step, requests, drawn.tolist(), numbers)
+        ends = ((at >= self._limit[rows]) | (self._stop_uses[drawn] > 0) | failed).nonzero()[0]
         for index in ends.tolist():
             self._maybe_finish(returned, index, bool(failed[index]))
         return returned
@@ -437,10 +458,12 @@ class Scheduler:
 
     def index_returned_blocks(self) -> None:
         """Put the blocks that lately became full into the prefix index. Call it when nothing waits for you."""
-        for request, row, num_full in self._to_hash:
-            if request.row == row and self._request_of[row] is request:
-                self._index_blocks(request, num_full)
-        self._to_hash.clear()
+        for rows, generations, num_full in self._to_index:
+            for row, generation, full in zip(rows.tolist(), generations.tolist(), num_full.tolist(), strict=True):
+                request = self._request_of[row]
+                if request is not None and self.table.generation[row] == generation:
+                    self._index_blocks(request, full)
+        self._to_index.clear()
 
     def _index_blocks(self, request: Request, num_full: int) -> None:
         row = request.row

@@ -12,7 +12,7 @@ StepInput (engine → every worker of the replica), sections of int32, each star
     num_tokens  [R]        positions computed
     num_draft   [R]        draft tokens among them
     flags       [R]        StepFlag bits
-    appends     [A, 3]     (row, index in its block table, block) for rows that are not new
+    append_rows, append_index, append_blocks  [A]  block table [row, index] = block, for rows that are not new
 
 StepOutput (sampling rank → engine), entries in the order of the StepInput's rows:
 
@@ -121,7 +121,7 @@ class StepShape:
 
     @property
     def input_bytes(self) -> int:
-        return align(HEADER_WORDS * 4) + 6 * align(self.max_rows * 4) + align(self.max_appends * 12)
+        return align(HEADER_WORDS * 4) + 6 * align(self.max_rows * 4) + 3 * align(self.max_appends * 4)
 
     @property
     def output_bytes(self) -> int:
@@ -148,7 +148,18 @@ class _Cursor:
 class StepInputView:
     """Arrays over one slot's payload. Bound once per slot; filled or read each time the slot comes round."""
 
-    __slots__ = ("appends", "flags", "generation", "header", "num_draft", "num_tokens", "rows", "start")
+    __slots__ = (
+        "append_blocks",
+        "append_index",
+        "append_rows",
+        "flags",
+        "generation",
+        "header",
+        "num_draft",
+        "num_tokens",
+        "rows",
+        "start",
+    )
 
     NUM_ROWS, NUM_DECODE, NUM_APPENDS, NUM_TOKENS = range(4)
 
@@ -162,7 +173,9 @@ class StepInputView:
         self.num_tokens: Int32Array = cursor.take(rows)
         self.num_draft: Int32Array = cursor.take(rows)
         self.flags: Int32Array = cursor.take(rows)
-        self.appends: Int32Array = cursor.take((shape.max_appends, 3))
+        self.append_rows: Int32Array = cursor.take((shape.max_appends,))
+        self.append_index: Int32Array = cursor.take((shape.max_appends,))
+        self.append_blocks: Int32Array = cursor.take((shape.max_appends,))
 
 
 class StepOutputView:

@@ -48,8 +48,8 @@ class SimulatedDevice:
         assert num_tokens == int(step.num_tokens[:num_rows].sum())
         assert len(set(step.rows[:num_rows].tolist())) == num_rows, "a row stands in a step twice"
         self.decode_entries = num_decode
-        for row, index, block in step.appends[:num_appends].tolist():
-            self.block_table[row, index] = block
+        appended = step.append_rows[:num_appends], step.append_index[:num_appends]
+        self.block_table[appended] = step.append_blocks[:num_appends]
         output.header[:2] = (num_rows, 0)
         output.rows[:num_rows] = step.rows[:num_rows]
         output.generation[:num_rows] = step.generation[:num_rows]

@@ -1,0 +1,290 @@
+"""The engine over real rings and a real process whose worker is scripted: submit, abort, faults, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from slipring.runtime.config import ConfigError, EngineConfig
+from slipring.runtime.engine import Engine, HealthState, StartupError
+from slipring.runtime.request import (
+    ContextLengthError,
+    Delta,
+    EngineDeadError,
+    GenerationRequest,
+    InvalidRequestError,
+    QueueFullError,
+)
+from slipring.shm.params import SamplingParams
+from tests.simulated_device import expected_tokens
+
+
+@contextlib.asynccontextmanager
+async def running(script: dict[str, object] | None = None, **settings: object) -> AsyncIterator[Engine]:
+    os.environ["SCRIPT"] = json.dumps(script or {})
+    defaults = {"num_gpu_blocks_override": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    engine = Engine(
+        EngineConfig(
+            model="smollm2",
+            worker_module="tests.scripted_worker",
+            debug_integrity=True,
+            **(defaults | settings),  # type: ignore[arg-type]
+        )
+    )
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.stop()
+        os.environ.pop("SCRIPT")
+
+
+class Collector:
+    """A sink that keeps everything and knows when all n completions are done."""
+
+    def __init__(self, n: int = 1) -> None:
+        self.deltas: list[Delta] = []
+        self._left = n
+        self.done = asyncio.Event()
+
+    def __call__(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+        self._left -= delta.finish_reason is not None
+        if self._left == 0:
+            self.done.set()
+
+    def tokens(self, index: int = 0) -> list[int]:
+        return [token for delta in self.deltas if delta.index == index for token in delta.token_ids]
+
+    def text(self, index: int = 0) -> str:
+        return "".join(delta.text for delta in self.deltas if delta.index == index)
+
+    async def wait(self) -> Collector:
+        await asyncio.wait_for(self.done.wait(), 20)
+        return self
+
+
+def ask(prompt: list[int], max_tokens: int = 8, seed: int = 1, **more: object) -> GenerationRequest:
+    stop_ids = more.pop("stop_token_ids", ())
+    params = SamplingParams(max_tokens=max_tokens, seed=seed, stop_token_ids=stop_ids)  # type: ignore[arg-type]
+    request_id = str(more.pop("request_id", f"r{time.monotonic_ns()}"))
+    return GenerationRequest(request_id=request_id, prompt_token_ids=prompt, params=params, **more)  # type: ignore[arg-type]
+
+
+def submit(engine: Engine, request: GenerationRequest) -> Collector:
+    collector = Collector(request.n)
+    engine.submit(request, collector)
+    assert not collector.deltas, "pieces never come inside submit()"
+    return collector
+
+
+def run(coroutine) -> None:
+    import uvloop
+
+    uvloop.run(coroutine)
+
+
+async def settled(engine: Engine) -> None:
+    """Two steps later nothing may be held."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        stats = engine.stats()
+        if stats.num_running == stats.num_waiting == 0 and stats.num_free_blocks == stats.num_blocks:
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"rows or blocks are still held: {engine.stats()}")
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_many_streams_get_their_own_tokens(async_scheduling: bool) -> None:
+    async def scenario() -> None:
+        async with running(async_scheduling=async_scheduling) as engine:
+            prompts = [list(range(1, 2 + 7 * i)) for i in range(10)]
+            streams = [submit(engine, ask(prompt, 5 + i, seed=i)) for i, prompt in enumerate(prompts)]
+            for i, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
+                await stream.wait()
+                assert stream.tokens() == expected_tokens(prompt, i, engine.spec.vocab_size, 5 + i)
+                assert stream.text() == engine.tokenizer.decode(stream.tokens())
+                assert stream.deltas[-1].finish_reason == "length"
+            await settled(engine)
+            assert engine.stats().generation_tokens == sum(5 + i for i in range(10))
+
+    run(scenario())
+
+
+def test_n_completions_share_their_prompt() -> None:
+    async def scenario() -> None:
+        async with running() as engine:
+            stream = await submit(engine, ask(list(range(40)), n=3)).wait()
+            want = expected_tokens(list(range(40)), 1, engine.spec.vocab_size, 8)
+            assert [stream.tokens(i) for i in range(3)] == [want] * 3
+            finals = {d.index: d.num_cached_tokens for d in stream.deltas if d.finish_reason}
+            assert finals == {0: 0, 1: 32, 2: 32}
+
+    run(scenario())
+
+
+def test_stop_token_and_stop_string_end_a_stream_and_free_it() -> None:
+    async def scenario() -> None:
+        async with running() as engine:
+            prompt = [5, 6, 7]
+            tokens = expected_tokens(prompt, 1, engine.spec.vocab_size, 30)
+            by_id = await submit(engine, ask(prompt, 30, stop_token_ids=(tokens[4],))).wait()
+            assert by_id.tokens() == tokens[:5] and by_id.deltas[-1].stop_reason == tokens[4]
+            assert by_id.text() == engine.tokenizer.decode(tokens[:4]), "the stop token's own text is left out"
+            text = engine.tokenizer.decode(tokens)
+            stop = text[12:15]
+            by_text = await submit(engine, ask(prompt, 30, stop=(stop,))).wait()
+            assert by_text.text() == text[: text.index(stop)] and by_text.deltas[-1].stop_reason == stop
+            assert by_text.deltas[-1].finish_reason == "stop"
+            await settled(engine)
+
+    run(scenario())
+
+
+def test_abort_frees_everything_and_is_silent() -> None:
+    async def scenario() -> None:
+        async with running({"step_s": 0.002}) as engine:
+            request = ask([1, 2, 3], 400)
+            stream = submit(engine, request)
+            while len(stream.deltas) < 3:
+                await asyncio.sleep(0.001)
+            steps = engine.stats().num_steps
+            assert engine.abort(request.request_id) and not engine.abort(request.request_id)
+            seen = len(stream.deltas)
+            await settled(engine)
+            assert engine.stats().num_steps <= steps + 2, "free within two steps"
+            await asyncio.sleep(0.05)
+            assert len(stream.deltas) == seen
+            assert engine.stats().finished["abort"] == 1
+
+    run(scenario())
+
+
+def test_what_cannot_be_served_is_refused_by_name() -> None:
+    async def scenario() -> None:
+        async with running(max_queued_requests=2, max_num_seqs=1, max_num_batched_tokens=16) as engine:
+            assert engine.max_model_len == 64 * 16, "the context ends where the pool does"
+            for prompt, error, param in (
+                ([], InvalidRequestError, "prompt"),
+                ([-1], InvalidRequestError, "prompt"),
+                ([engine.spec.vocab_size], InvalidRequestError, "prompt"),
+                ([1] * 1024, ContextLengthError, "prompt"),
+            ):
+                with pytest.raises(error) as caught:
+                    submit(engine, ask(prompt))
+                assert caught.value.param == param
+            streams = [submit(engine, ask([1, i], 50)) for i in range(2)]
+            with pytest.raises(QueueFullError, match="--max-queued-requests"):
+                submit(engine, ask([2], 50))
+            assert engine.stats().num_rejected == 1
+            for stream in streams:
+                await stream.wait()
+            await settled(engine)
+
+    run(scenario())
+
+
+def test_a_request_that_overruns_the_context_is_cut_to_it() -> None:
+    async def scenario() -> None:
+        async with running(num_gpu_blocks_override=4) as engine:
+            stream = await submit(engine, ask([1] * 60, 1000)).wait()
+            assert len(stream.tokens()) == 4 and stream.deltas[-1].finish_reason == "length"
+            await settled(engine)
+
+    run(scenario())
+
+
+def test_preemption_changes_no_token() -> None:
+    async def scenario() -> None:
+        async with running(num_gpu_blocks_override=16, max_model_len=128) as engine:
+            streams = [submit(engine, ask([i, 2, 3], 100, seed=i)) for i in range(6)]
+            for i, stream in enumerate(streams):
+                await stream.wait()
+                assert stream.tokens() == expected_tokens([i, 2, 3], i, engine.spec.vocab_size, 100)
+            assert engine.stats().num_preemptions > 0
+            await settled(engine)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [({"crash_at": 5}, "SIGKILL"), ({"raise_at": 5}, "scripted fault")],
+    ids=["killed", "raised"],
+)
+def test_a_dead_worker_ends_every_stream_at_once(script: dict[str, object], words: str) -> None:
+    async def scenario() -> None:
+        async with running(script) as engine:
+            streams = [submit(engine, ask([i], 500)) for i in range(4)]
+            reason = await asyncio.wait_for(engine.wait_dead(), 5)
+            assert words in reason
+            for stream in streams:
+                assert stream.deltas[-1].finish_reason == "error" and words in str(stream.deltas[-1].error)
+            assert engine.health().state is HealthState.DEAD
+            with pytest.raises(EngineDeadError):
+                submit(engine, ask([1]))
+
+    run(scenario())
+
+
+def test_a_worker_killed_from_outside_is_noticed_when_idle() -> None:
+    async def scenario() -> None:
+        async with running() as engine:
+            began = time.monotonic()
+            os.kill(engine.worker_pids[0], signal.SIGKILL)
+            await asyncio.wait_for(engine.wait_dead(), 5)
+            assert time.monotonic() - began < 1
+
+    run(scenario())
+
+
+def test_start_up_failures_are_told_with_the_workers_last_words() -> None:
+    async def exits() -> None:
+        async with running({"exit_at_start": 3}):
+            pass
+
+    async def hangs() -> None:
+        async with running({"never_ready": True}, worker_startup_timeout_s=0.5):
+            pass
+
+    with pytest.raises(StartupError, match=r"exited with status 3[\s\S]*gives up"):
+        run(exits())
+    with pytest.raises(StartupError, match="not ready after"):
+        run(hangs())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"max_model_len": 10**9}, "--max-model-len"),
+        ({"block_size": 12}, "--block-size"),
+        ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, "--max-num-batched-tokens"),
+        ({"dtype": "int3"}, "--dtype"),
+    ],
+)
+def test_impossible_settings_name_the_flag(settings: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Engine(EngineConfig(model="smollm2", **settings))  # type: ignore[arg-type]
+
+
+def test_draining_finishes_what_is_live_and_refuses_what_is_new() -> None:
+    async def scenario() -> None:
+        async with running({"step_s": 0.001}) as engine:
+            stream = submit(engine, ask([1, 2], 40))
+            drain = asyncio.ensure_future(engine.drain(10))
+            await asyncio.sleep(0)
+            assert engine.health().state is HealthState.DRAINING
+            with pytest.raises(EngineDeadError):
+                submit(engine, ask([1]))
+            await drain
+            assert stream.deltas[-1].finish_reason == "length"
+
+    run(scenario())
