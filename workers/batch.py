@@ -1,0 +1,22 @@
+"""`Batch`: what one forward pass is told, in tensors. Made by the runner, read by the models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from slipring.kernels.paged_attention import AttentionPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """T tokens of which S rows' last ones are sampled. Decode tokens come first."""
+
+    input_ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64: index of each token in its sequence."""
+    plan: AttentionPlan
+    sample_at: Tensor
+    """[S] int64: tokens whose logits are wanted."""

@@ -1,0 +1,69 @@
+"""The paged KV pool: one key and one value tensor per layer, [num_blocks, block_size, KVH, D].
+
+A block is contiguous, so gathering a row's context is one large copy per block. The pool is one mapping, zeroed by
+the kernel page by page as blocks are first written (an unused block costs no memory), and asks for huge pages.
+
+Invariant: every position of a block that its owner has not written yet is finite. Blocks change owners without
+being cleaned, and a failed row may leave NaN behind, so `clear` runs when a step enters a block that it leaves
+partly filled (`runner.py`).
+"""
+
+from __future__ import annotations
+
+import mmap
+from math import prod
+
+import torch
+from torch import Tensor
+
+from slipring.shm.spec import ModelSpec, WorkerConfig
+from slipring.workers.memory import MemoryShortageError, available_bytes, check_kv_budget
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of keys and values of one block over all layers."""
+    return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
+
+
+def size_pool(config: WorkerConfig, available: int) -> int:
+    """Number of blocks: as told, or as many as the byte budget holds. Raises MemoryShortageError."""
+    each = block_bytes(config.model, config.block_size, DTYPES[config.dtype])
+    num_blocks = config.num_blocks if config.num_blocks is not None else config.kv_cache_bytes // each
+    if num_blocks < 1:
+        raise MemoryShortageError(
+            f"--kv-cache-memory-bytes {config.kv_cache_bytes} does not hold a single block of {each} bytes"
+        )
+    check_kv_budget(num_blocks * each, available)
+    return num_blocks
+
+
+class KvCache:
+    """Pool tensors of all layers. `pools[layer]` is (keys, values)."""
+
+    def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.block_bytes = block_bytes(spec, block_size, dtype)
+        shape = (spec.num_layers, 2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        self._all = _zeroed(shape, dtype)
+        self.pools: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self._all]
+
+    @classmethod
+    def for_worker(cls, config: WorkerConfig) -> KvCache:
+        """Raises MemoryShortageError when the pool does not fit into what the container still allows."""
+        num_blocks = size_pool(config, available_bytes())
+        return cls(config.model, num_blocks, config.block_size, DTYPES[config.dtype])
+
+    def clear(self, blocks: Tensor) -> None:
+        """Zero these blocks ([n] int64) in every layer."""
+        self._all.index_fill_(2, blocks, 0)
+
+
+def _zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A lazily zeroed tensor on its own anonymous mapping, which lives as long as the tensor."""
+    mapping = mmap.mmap(-1, max(1, prod(shape) * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=dtype, count=prod(shape)).view(shape)

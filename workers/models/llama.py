@@ -1,0 +1,147 @@
+"""Llama (Hugging Face `LlamaForCausalLM`; also SmolLM2, Mistral without sliding window, and their GGUF files).
+
+Pre-norm decoder with grouped-query attention, neox RoPE and a gated SiLU MLP; biases and tied embeddings as the
+spec says. The other families are written as differences from this file.
+
+Weights are fused at load (`PACKED`) and packed for `kernels/linear.py`; the embedding table stays row-major beside
+the packed head, also when the two are tied. Only rows that are sampled reach the final norm and the head.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipring.kernels.linear import linear, pack_weight
+from slipring.kernels.paged_attention import paged_attention
+from slipring.kernels.rmsnorm import rmsnorm
+from slipring.kernels.rope import build_cos_sin, inverse_frequencies, rope
+from slipring.kernels.silu_mul import silu_mul
+from slipring.kernels.store_kv import store_kv
+from slipring.shm.spec import ModelSpec
+from slipring.workers.batch import Batch
+from slipring.workers.kv_cache import KvCache
+from slipring.workers.loader import Weights
+
+PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Fused weight -> the checkpoint's tensors, stacked by rows in this order."""
+
+
+class Linear:
+    """A packed, possibly fused, linear layer. `parts` are tensor names without `.weight`."""
+
+    def __init__(self, weights: Weights, parts: tuple[str, ...], out_features: int, in_features: int, bias: bool):
+        names = [f"{part}.weight" for part in parts]
+        self.weight = pack_weight(weights.fused(names, (out_features, in_features)))
+        self.bias = weights.fused([f"{part}.bias" for part in parts], (out_features,)) if bias else None
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[T, in] -> [T, out], plus `residual` [T, out] when given."""
+        return linear(x, self.weight, self.bias, residual)
+
+
+class Attention:
+    """Grouped-query attention over the paged pool."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, prefix: str) -> None:
+        self.num_heads, self.num_kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self.scale = spec.head_dim**-0.5
+        all_heads = spec.num_heads + 2 * spec.num_kv_heads
+        parts = tuple(f"{prefix}.{part}" for part in PACKED["qkv_proj"])
+        self.qkv_proj = Linear(weights, parts, all_heads * self.head_dim, spec.hidden_size, spec.attention_bias)
+        self.o_proj = Linear(
+            weights,
+            (f"{prefix}.o_proj",),
+            spec.hidden_size,
+            spec.num_heads * spec.head_dim,
+            spec.attention_output_bias,
+        )
+
+    def prepare_heads(self, heads: Tensor) -> Tensor:
+        """Heads of q and k [T, H + KVH, D] before RoPE; a family may norm them here."""
+        return heads
+
+    def forward(
+        self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, batch: Batch, pools: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """x [T, hidden] -> residual + attention(x), [T, hidden]. Stores this step's keys and values."""
+        heads = self.qkv_proj.forward(x).view(x.shape[0], -1, self.head_dim)
+        turned = rope(self.prepare_heads(heads[:, : -self.num_kv_heads]), cos, sin)
+        query, key = turned[:, : self.num_heads], turned[:, self.num_heads :]
+        value = heads[:, -self.num_kv_heads :]
+        store_kv(key, value, *pools, batch.plan.slot_mapping)
+        out = paged_attention(query, key, value, *pools, batch.plan, self.scale)
+        return self.o_proj.forward(out, residual)
+
+
+class MLP:
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, prefix: str) -> None:
+        parts = tuple(f"{prefix}.{part}" for part in PACKED["gate_up_proj"])
+        self.gate_up_proj = Linear(weights, parts, 2 * spec.intermediate_size, spec.hidden_size, spec.mlp_bias)
+        self.down_proj = Linear(
+            weights, (f"{prefix}.down_proj",), spec.hidden_size, spec.intermediate_size, spec.mlp_bias
+        )
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self.down_proj.forward(silu_mul(self.gate_up_proj.forward(x)), residual)
+
+
+class Layer:
+    """One decoder layer."""
+
+    def __init__(self, attention: type[Attention], spec: ModelSpec, weights: Weights, index: int) -> None:
+        prefix = f"model.layers.{index}"
+        hidden = (spec.hidden_size,)
+        self.eps = spec.rms_norm_eps
+        self.input_norm = weights.get(f"{prefix}.input_layernorm.weight", hidden)
+        self.attention = attention(spec, weights, f"{prefix}.self_attn")
+        self.post_attention_norm = weights.get(f"{prefix}.post_attention_layernorm.weight", hidden)
+        self.mlp = MLP(spec, weights, f"{prefix}.mlp")
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, pools: tuple[Tensor, Tensor]) -> Tensor:
+        """Residual stream [T, hidden] -> residual stream."""
+        normed, _ = rmsnorm(x, self.input_norm, self.eps)
+        x = self.attention.forward(normed, x, cos, sin, batch, pools)
+        normed, _ = rmsnorm(x, self.post_attention_norm, self.eps)
+        return self.mlp.forward(normed, x)
+
+
+class Llama:
+    """The whole model. `forward` returns logits of the sampled tokens only."""
+
+    attention: ClassVar[type[Attention]] = Attention
+
+    def __init__(self, spec: ModelSpec, weights: Weights, max_model_len: int) -> None:
+        self.eps = spec.rms_norm_eps
+        self.cos_sin = _rope_table(spec, weights, max_model_len)
+        table = (spec.vocab_size, spec.hidden_size)
+        self.embedding = weights.get("model.embed_tokens.weight", table)
+        self.layers = [Layer(self.attention, spec, weights, index) for index in range(spec.num_layers)]
+        self.norm = weights.get("model.norm.weight", (spec.hidden_size,))
+        tied = spec.tie_word_embeddings
+        self.head = pack_weight(self.embedding if tied else weights.get("lm_head.weight", table))
+
+    def forward(self, batch: Batch, kv: KvCache) -> Tensor:
+        """Logits [S, vocab] in the compute dtype."""
+        x = F.embedding(batch.input_ids, self.embedding)
+        cos, sin = self.cos_sin.index_select(0, batch.positions).unsqueeze(2).unbind(1)
+        for layer, pools in zip(self.layers, kv.pools, strict=True):
+            x = layer.forward(x, cos, sin, batch, pools)
+        if not len(batch.sample_at):
+            return x.new_empty((0, self.embedding.shape[0]))
+        normed, _ = rmsnorm(x.index_select(0, batch.sample_at), self.norm, self.eps)
+        return linear(normed, self.head)
+
+
+def _rope_table(spec: ModelSpec, weights: Weights, max_model_len: int) -> Tensor:
+    """[max_model_len, 2, head_dim]. A GGUF file may carry Llama 3's frequency factors as a tensor."""
+    inv_freq, factor = inverse_frequencies(
+        spec.head_dim, spec.rope_theta, spec.rope_scaling, spec.max_position_embeddings, max_model_len
+    )
+    if "rope_freqs.weight" in weights:
+        inv_freq = inv_freq / weights.get("rope_freqs.weight", (spec.head_dim // 2,)).float()
+    return build_cos_sin(inv_freq, factor, max_model_len, weights.dtype)

@@ -1,0 +1,187 @@
+"""The stateless sampler: logits of a step's sampled rows to tokens and log-probabilities.
+
+A row's token depends on its own logits, parameters, seed and position alone. What is kept per row (sampling columns,
+and counts for rows with penalties) is loaded when the row is admitted and is a function of its tokens, so a
+readmitted row goes on as if nothing had happened.
+
+Order: logit bias and the min_tokens mask, penalties, temperature, min_p, top_k, top_p, Gumbel noise. Log-probabilities
+are those of the unmodified logits. A row whose logits are not finite draws nothing (`Draws.ok`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipring.kernels.sampling import GREEDY_BELOW, DrawParams, apply_penalties, draw
+from slipring.shm.params import MAX_LOGPROBS
+from slipring.shm.table import BatchTable
+from slipring.workers.penalties import PenaltyCounts
+
+IntArray = NDArray[np.int64]
+
+_COLUMNS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "choice",
+    "min_tokens",
+    "logprobs",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of the sampled rows `at` only; natural logarithms of the raw distribution."""
+
+    at: IntArray
+    """[L]: indices into the sampled rows."""
+    logprob: NDArray[np.float32]
+    """[L], of the drawn token."""
+    rank: IntArray
+    """[L]; 1 for the most likely token."""
+    top_ids: IntArray
+    """[L, k], best first."""
+    top_logprobs: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What a step drew, in the order of its sampled rows."""
+
+    tokens: IntArray
+    """[S]"""
+    ok: NDArray[np.bool_]
+    """[S]; False where the logits held NaN or infinity and the token means nothing."""
+    logprobs: Logprobs | None
+
+
+class Sampler:
+    """Holds every row's sampling columns, [num_rows] each."""
+
+    def __init__(self, table: BatchTable, vocab_size: int) -> None:
+        self._table = table
+        self._columns = {name: getattr(table, name).copy() for name in _COLUMNS}
+        self._penalties = PenaltyCounts(table.shape.num_rows, vocab_size)
+        self._bias: dict[int, tuple[Tensor, Tensor]] = {}
+        self._stop_ids: dict[int, Tensor] = {}
+
+    def admit(self, row: int) -> None:
+        """Load a row's parameters, and rebuild its counts from the tokens known at admission."""
+        table, columns = self._table, self._columns
+        for name in _COLUMNS:
+            columns[name][row] = getattr(table, name)[row]
+        self._bias.pop(row, None)
+        self._stop_ids.pop(row, None)
+        if count := int(table.num_bias[row]):
+            ids = torch.from_numpy(table.bias_ids[row, :count].astype(np.int64))
+            self._bias[row] = (ids, torch.from_numpy(table.bias_values[row, :count].copy()))
+        if columns["min_tokens"][row] > 0 and (count := int(table.num_stop_ids[row])):
+            self._stop_ids[row] = torch.from_numpy(table.stop_ids[row, :count].astype(np.int64))
+        self._admit_penalties(row)
+
+    def sample(self, logits: Tensor, rows: IntArray, position: IntArray, num_outputs: IntArray) -> Draws:
+        """logits [S, V] of rows [S]; `position` is the drawn token's index, `num_outputs` the row's outputs before it.
+
+        May overwrite `logits`.
+        """
+        scores = logits.float()
+        best, tokens = scores.max(dim=1)
+        ok = torch.isfinite(best)
+        if not ok.all():
+            scores[~ok] = 0.0
+        asked = np.flatnonzero(self._columns["logprobs"][rows] >= 0)
+        raw = scores[torch.from_numpy(asked)] if len(asked) else None
+        if self._adjust(scores, rows, num_outputs):
+            tokens = scores.argmax(dim=1)
+        self._draw(scores, tokens, rows, position)
+        drawn, drew = tokens.numpy(), ok.numpy()
+        self._penalties.count(rows[drew], drawn[drew])
+        return Draws(drawn, drew, None if raw is None else self._logprobs(raw, asked, drawn, rows))
+
+    def _admit_penalties(self, row: int) -> None:
+        table, columns = self._table, self._columns
+        wanted = (
+            columns["repetition_penalty"][row] != 1
+            or columns["presence_penalty"][row] != 0
+            or columns["frequency_penalty"][row] != 0
+        )
+        known = table.token_ids[row, : table.num_known[row]]
+        self._penalties.admit(row, wanted, known[: table.num_prompt[row]], known[table.num_prompt[row] :])
+
+    def _adjust(self, scores: Tensor, rows: IntArray, num_outputs: IntArray) -> bool:
+        """Bias, min_tokens and penalties, in place; whether anything changed."""
+        changed = False
+        if self._bias or self._stop_ids:
+            for i, row in enumerate(rows.tolist()):
+                changed |= self._adjust_row(scores[i], row, int(num_outputs[i]))
+        if len(at := np.flatnonzero(self._penalties.slot[rows] >= 0)):
+            self._penalise(scores, at, rows[at])
+            changed = True
+        return changed
+
+    def _adjust_row(self, scores: Tensor, row: int, num_outputs: int) -> bool:
+        bias, stop_ids = self._bias.get(row), self._stop_ids.get(row)
+        if bias is not None:
+            scores.index_add_(0, *bias)
+        too_early = stop_ids is not None and num_outputs < self._columns["min_tokens"][row]
+        if too_early:
+            scores[stop_ids] = float("-inf")
+        return bias is not None or too_early
+
+    def _penalise(self, scores: Tensor, at: IntArray, rows: IntArray) -> None:
+        index = torch.from_numpy(at)
+        penalised = scores[index]
+        prompt_mask, output_counts = self._penalties.take(rows)
+        apply_penalties(
+            penalised,
+            prompt_mask,
+            output_counts,
+            repetition=self._column("repetition_penalty", rows),
+            presence=self._column("presence_penalty", rows),
+            frequency=self._column("frequency_penalty", rows),
+        )
+        scores[index] = penalised
+
+    def _draw(self, scores: Tensor, tokens: Tensor, rows: IntArray, position: IntArray) -> None:
+        """Overwrite the greedy `tokens` of rows with a temperature by drawn ones."""
+        at = np.flatnonzero(self._columns["temperature"][rows] >= GREEDY_BELOW)
+        if not len(at):
+            return
+        index = torch.from_numpy(at)
+        chosen = scores if len(at) == len(rows) else scores[index]
+        tokens[index] = draw(chosen, self._draw_params(rows[at], position[at]))
+
+    def _draw_params(self, rows: IntArray, position: IntArray) -> DrawParams:
+        seed = np.ascontiguousarray(self._columns["seed"][rows]).view("<u4").reshape(-1, 2)
+        return DrawParams(
+            temperature=self._column("temperature", rows),
+            top_k=self._column("top_k", rows).long(),
+            top_p=self._column("top_p", rows),
+            min_p=self._column("min_p", rows),
+            seed=torch.from_numpy(seed.astype(np.int64)),
+            position=torch.from_numpy(position),
+            choice=self._column("choice", rows).long(),
+        )
+
+    def _column(self, name: str, rows: IntArray) -> Tensor:
+        return torch.from_numpy(self._columns[name][rows])
+
+    def _logprobs(self, raw: Tensor, at: IntArray, drawn: IntArray, rows: IntArray) -> Logprobs:
+        count = min(MAX_LOGPROBS, int(self._columns["logprobs"][rows[at]].max()), raw.shape[1])
+        total = raw.logsumexp(dim=1, keepdim=True)
+        token = raw.gather(1, torch.from_numpy(drawn[at]).unsqueeze(1))
+        rank = (raw > token).sum(dim=1) + 1
+        top, top_ids = raw.topk(count, dim=1)
+        return Logprobs(
+            at, (token - total).squeeze(1).numpy(), rank.numpy(), top_ids.numpy(), (top - total).numpy()
+        )
