@@ -1,0 +1,172 @@
+"""Typed request bodies, and how a body that does not fit its type is explained.
+
+msgspec decodes strictly: a bool is no integer, a string no number, NaN no JSON. Every optional field takes null for
+absent, and unknown fields are skipped. Ranges and meanings are checked later (`sampling.py`, `chat.py`,
+`completions.py`); this file only knows shapes.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from slipring.http.errors import ApiError, bad_request
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class SamplingBody(msgspec.Struct, kw_only=True):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    best_of: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = None
+    echo: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    user: str | None = None
+    # Known, and refused while they are not supported: silently ignoring them would give a wrong answer.
+    prompt_logprobs: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: Any = None
+    return_token_ids: Any = None
+    return_tokens_as_token_ids: Any = None
+
+
+class CompletionBody(SamplingBody, kw_only=True):
+    prompt: str | list[int | str | list[int]] | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+    prompt_embeds: Any = None
+    response_format: Any = None
+
+
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(msgspec.Struct):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct):
+    function: FunctionCall
+    id: str | None = None
+    type: str | None = None
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatBody(SamplingBody, kw_only=True):
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: Any = None
+    functions: Any = None
+    function_call: Any = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    tokens: list[int]
+    model: str | None = None
+
+
+Body = TypeVar("Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+
+_KINDS = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+_DECODERS = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}
+
+
+def decode(data: bytes, kind: type[Body]) -> Body:
+    """Raises ApiError (400) naming the field and what would be accepted."""
+    try:
+        return _DECODERS[kind].decode(data)  # type: ignore[return-value]
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from None
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise bad_request(f"The body is not valid JSON: {error}.", code="invalid_json") from None
+    except RecursionError:
+        raise bad_request("The body is nested too deeply.", code="invalid_json") from None
+
+
+_WORDS = {"str": "a string", "int": "an integer", "float": "a number", "bool": "a boolean",
+          "array": "an array", "object": "an object", "null": "null"}  # fmt: skip
+_EXPECTED = re.compile(r"Expected `(?P<wanted>[^`]+)`, got `(?P<got>[^`]+)`")
+_MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
+_PATH = re.compile(r" - at `(?P<path>[^`]+)`$")
+
+
+def _explain(text: str) -> ApiError:
+    """msgspec's sentence in our words: "Expected `int | null`, got `str` - at `$.n`" becomes an error on `n`."""
+    at = _PATH.search(text)
+    path = at["path"].removeprefix("$").lstrip(".").replace("[...]", "") if at else ""
+    if missing := _MISSING.search(text):
+        path = f"{path}.{missing['name']}" if path else missing["name"]
+        return bad_request(f"Missing required field `{path}`.", path, "missing_required_parameter")
+    if expected := _EXPECTED.search(text):
+        wanted = " or ".join(_WORDS.get(word, word) for word in expected["wanted"].split(" | "))
+        got = _WORDS.get(expected["got"], expected["got"])
+        where = f"`{path}`" if path else "The body"
+        return bad_request(f"{where} must be {wanted}, got {got}.", path or None, "invalid_type")
+    return bad_request(f"`{path}`: {text[: at.start()] if at else text}.", path or None, "invalid_value")

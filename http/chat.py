@@ -1,0 +1,66 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipring.http import conversation
+from slipring.http.bodies import ChatBody, decode
+from slipring.http.completions import check_response_format
+from slipring.http.errors import bad_request
+from slipring.http.exchange import ApiRequest, ApiResponse
+from slipring.http.frames import ChatRenderer
+from slipring.http.generation import Flights, Plan, Prompt, answer
+from slipring.http.reply import Choice
+from slipring.http.sampling import check_logprobs, check_max_tokens, check_min_tokens
+from slipring.http.served import ServedModel
+
+
+class ChatStyle:
+    prefix = "chatcmpl"
+    object_name = "chat.completion"
+    renderer = ChatRenderer
+
+    def choice(self, model: ServedModel, index: int, choice: Choice, plan: Plan) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": model.logprobs.chat(choice.logprobs) if plan.logprobs >= 0 else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+
+
+_STYLE = ChatStyle()
+
+
+async def create_chat_completion(model: ServedModel, flights: Flights, request: ApiRequest) -> ApiResponse:
+    body = decode(await request.read(), ChatBody)
+    model.check_name(body.model)
+    model.rules.check(body)
+    max_tokens, logprobs = _max_tokens(body), _logprobs(body)
+    check_min_tokens(body, max_tokens)
+    check_response_format(body.response_format)
+    tools = conversation.check_tools(body, body.tool_choice)
+    text = conversation.render(model.engine, body, tools)
+    # Templates write the special tokens themselves.
+    token_ids = await model.engine.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    echo = conversation.prefill(body.messages) if body.echo else ""
+    plan = Plan(body, [Prompt(token_ids, echo)], "messages", max_tokens, logprobs)
+    return await answer(model, flights, request, plan, _STYLE)
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    check_max_tokens(body.max_tokens, "max_tokens")
+    check_max_tokens(body.max_completion_tokens, "max_completion_tokens")
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+
+
+def _logprobs(body: ChatBody) -> int:
+    """Alternatives per token; -1 for no log-probabilities."""
+    check_logprobs(body.top_logprobs, "top_logprobs")
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise bad_request("`top_logprobs` needs `logprobs: true`.", "top_logprobs")
+    return -1

@@ -1,0 +1,220 @@
+"""`slipring`: the command line. Flags are named as in vLLM wherever they mean the same.
+
+Heavy imports wait until the command is known, so that --help and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import logging
+import re
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_ENGINE = (
+    "model", "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
+    "kv_cache_memory_bytes", "num_gpu_blocks_override", "enable_prefix_caching", "scheduling_policy",
+    "async_scheduling", "seed", "cpu_threads", "max_queued_requests", "max_queued_tokens", "worker_module",
+    "debug_integrity",
+)  # fmt: skip
+"""Flags that are fields of `runtime.config.EngineConfig`."""
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.exit(2, f"slipring: {_explain_unknown(unknown, args)}\n")
+    if args.command == "serve":
+        sys.exit(_serve(args))
+    if args.command == "chat":
+        sys.exit(_chat(args))
+    parser.print_help()
+    sys.exit(0)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="slipring", description="Low-latency LLM serving from one node.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"slipring {version('slipring')}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _add_serve(commands)
+    _add_chat(commands)
+    return parser
+
+
+def _add_serve(commands: Any) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model over the OpenAI API",
+        description="Serve MODEL over the OpenAI API. Stops on Ctrl-C or SIGTERM after the answers in flight.",
+        usage="slipring serve MODEL [flags]",
+        allow_abbrev=False,
+    )
+    serve.add_argument("model", metavar="MODEL", help="a model directory, a .gguf file, or an alias such as smollm2")
+    _add_http_flags(serve.add_argument_group("HTTP"))
+    _add_model_flags(serve.add_argument_group("model"))
+    _add_memory_flags(serve.add_argument_group("KV cache"))
+    _add_scheduling_flags(serve.add_argument_group("scheduling"))
+    # For tests and for debugging; --help need not explain them.
+    serve.add_argument("--worker-module", default="slipring.workers.main", help=argparse.SUPPRESS)
+    serve.add_argument("--debug-integrity", action="store_true", help=argparse.SUPPRESS)
+    serve.set_defaults(flags=_flags_of(serve))
+
+
+def _add_http_flags(group: Any) -> None:
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is all (default: %(default)s)"
+    )
+    group.add_argument("--port", type=_port, default=8000, help="0: any free one (default: %(default)s)")
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help="names that requests may use (default: the alias, or the last part of MODEL's path)",
+    )
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="asked for on every route but /health (may be given several times)",
+    )
+    group.add_argument(
+        "--allowed-origins",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let browsers at this origin call (several times, or a JSON list; '*' is any; default: none)",
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="time for answers in flight after SIGTERM (default: %(default)g)",
+    )
+
+
+def _add_model_flags(group: Any) -> None:
+    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
+    group.add_argument("--device", default="auto", help="auto or cpu (default: auto)")
+    group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="context length (default: the model's)")
+    group.add_argument("--seed", type=int, default=0, help="for requests without one; 0: random (default: 0)")
+    group.add_argument("--cpu-threads", type=int, metavar="N", help="threads of a CPU worker (default: all CPUs)")
+
+
+def _add_memory_flags(group: Any) -> None:
+    group.add_argument(
+        "--kv-cache-memory-bytes", type=size, metavar="SIZE", help="such as 2G or 512M (default: from free memory)"
+    )
+    group.add_argument("--block-size", type=int, default=16, metavar="TOKENS", help="(default: %(default)s)")
+    group.add_argument("--num-gpu-blocks-override", type=int, metavar="N", help="exactly so many KV blocks")
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="reuse the KV blocks of equal prompt beginnings (default: on)",
+    )
+
+
+def _add_scheduling_flags(group: Any) -> None:
+    group.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="most at once (default: %(default)s)")
+    group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="most tokens in one step")
+    group.add_argument("--scheduling-policy", default="fcfs", help="fcfs or priority (default: %(default)s)")
+    group.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="publish the next step while the last one runs (default: on)",
+    )
+    group.add_argument("--max-queued-requests", type=int, default=4096, metavar="N", help="429 beyond it (%(default)s)")
+    group.add_argument("--max-queued-tokens", type=int, default=4_000_000, metavar="N", help="likewise (%(default)s)")
+
+
+def _add_chat(commands: Any) -> None:
+    chat = commands.add_parser(
+        "chat",
+        help="talk to a running server",
+        description="A chat in the terminal. Ctrl-C stops an answer, Ctrl-D ends. Piped input is one question.",
+        allow_abbrev=False,
+    )
+    chat.add_argument("--url", default="http://127.0.0.1:8000/v1", help="(default: %(default)s)")
+    chat.add_argument("--model", help="(default: the first that the server names)")
+    chat.add_argument("--api-key", help="when the server asks for one")
+    chat.add_argument("--system", help="a system message to begin with")
+    chat.set_defaults(flags=_flags_of(chat))
+
+
+def _serve(args: argparse.Namespace) -> int:
+    # Only now: these import aiohttp and numpy.
+    from slipring.http.config import ServerConfig
+    from slipring.http.serve import run
+    from slipring.runtime.config import EngineConfig
+
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    engine_config = EngineConfig(**{name: getattr(args, name) for name in _ENGINE})
+    server_config = ServerConfig(
+        served_model_names=tuple(args.served_model_name or [default_model_name(args.model)]),
+        host=args.host,
+        port=args.port,
+        api_keys=tuple(args.api_key),
+        allowed_origins=origins(args.allowed_origins),
+        shutdown_timeout_s=args.shutdown_timeout,
+    )
+    return run(engine_config, server_config)
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from slipring.http.chat_terminal import chat
+
+    return chat(args.url, args.model, args.api_key, args.system)
+
+
+def default_model_name(model: str) -> str:
+    """An alias as it is; of a path the last part, without .gguf."""
+    return Path(model).name.removesuffix(".gguf") or model
+
+
+def origins(values: list[str]) -> tuple[str, ...]:
+    """Each value is an origin or, as vLLM takes it, a JSON list of them."""
+    found: list[str] = []
+    for value in values:
+        found.extend(json.loads(value) if value.startswith("[") else [value])
+    return tuple(origin.rstrip("/") for origin in found)
+
+
+def size(text: str) -> int:
+    """Bytes of `512M`, `2G`, `1.5GiB` or a plain number; units are powers of 1024."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 2G, 512M or a number of bytes")
+    return int(float(match[1]) * _SUFFIXES[match[2]])
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; write a number from 0 to 65535")
+    return int(text)
+
+
+def _flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    return [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+
+
+def _explain_unknown(unknown: list[str], args: argparse.Namespace) -> str:
+    flag = unknown[0].partition("=")[0]
+    known = getattr(args, "flags", ["--version", "--help"])
+    near = difflib.get_close_matches(flag, known, 1, 0.5)
+    return f"unknown argument {flag}." + (f" Did you mean {near[0]}?" if near else " See slipring serve --help.")
+
+
+if __name__ == "__main__":
+    main()

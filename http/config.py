@@ -1,0 +1,38 @@
+"""`ServerConfig`: what the outside face may be told. Frozen; the engine's own settings live in `runtime.config`."""
+
+from __future__ import annotations
+
+import msgspec
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 1024
+MAX_CHOICES = 128
+"""Most completions of one prompt (`n`)."""
+MAX_PROMPTS = 2048
+"""Most prompts of one request."""
+
+# The next three are the engine's own limits (`shm.params`, which this layer may not import; a test compares them).
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 64
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Flags carry the same names."""
+
+    served_model_names: tuple[str, ...]
+    """At least one; the first is the name in answers to requests that name no model."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    """Empty: no key is asked for."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose browsers may call us; `*` is any. Empty: no CORS headers at all."""
+    max_body_bytes: int = 64 << 20
+    keep_alive_timeout_s: float = 75.0
+    write_buffer_bytes: int = 256 << 10
+    """A stream whose client leaves more than this unread is congested: pieces are merged until it reads on."""
+    stall_timeout_s: float = 30.0
+    """A congested client that reads nothing for so long is dropped."""
+    shutdown_timeout_s: float = 30.0
+    """How long streams in flight may go on after SIGTERM."""

@@ -1,0 +1,77 @@
+"""`ApiError` and the OpenAI error body, the one shape in which every path says that something went wrong.
+
+The text of a 4xx names the field and what would be accepted. A 5xx never carries internals: those go to the log.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import orjson
+
+from slipring.http.exchange import ApiResponse
+from slipring.runtime.request import EngineDeadError, EngineError, InvalidRequestError, QueueFullError
+
+_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
+
+
+class ApiError(Exception):
+    """An answer other than success."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> ApiResponse:
+        return ApiResponse.json(self.body(), self.status, self.headers)
+
+    def frame(self) -> bytes:
+        """The same body as the last event of a stream that had already begun."""
+        return b"data: " + orjson.dumps(self.body()) + b"\n\n"
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param, code)
+
+
+def not_ready(state: str, reason: str | None = None, retry_after: int = 1) -> ApiError:
+    """503 with Retry-After. `state` is starting, draining or dead."""
+    sentence = {
+        "starting": "The model is still loading; try again in a moment.",
+        "draining": "The server is shutting down and takes no new requests.",
+        "dead": "The engine has stopped and cannot serve requests.",
+    }[state]
+    message = f"{sentence} ({reason})" if reason else sentence
+    return ApiError(503, message, code=f"engine_{state}", headers={"Retry-After": str(retry_after)})
+
+
+def internal_error() -> ApiError:
+    return ApiError(500, "The server hit an unexpected error; its log says more.", code="internal_error")
+
+
+def from_engine(error: EngineError, param: str | None = None) -> ApiError:
+    """What `Engine.submit` raised, as an answer. `param` names the prompt's field where the engine left it open."""
+    if isinstance(error, InvalidRequestError):
+        return bad_request(str(error), error.param or param, error.code)
+    if isinstance(error, QueueFullError):
+        retry_after = str(max(1, math.ceil(error.retry_after)))
+        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": retry_after})
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, str(error), code="engine_unavailable", headers={"Retry-After": "1"})
+    return internal_error()

@@ -1,0 +1,200 @@
+"""From a checked body and its prompts to an answer: submit one engine request per prompt, stream or collect.
+
+Choices are numbered prompt_index * n + sample, as OpenAI and vLLM do. All requests of one body stand and fall
+together: when the engine refuses one, those already submitted are aborted and the refusal is the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from slipring.http.bodies import SamplingBody
+from slipring.http.errors import from_engine
+from slipring.http.exchange import ApiRequest, ApiResponse
+from slipring.http.frames import EventRenderer
+from slipring.http.reply import Choice, Collector, ReplyHead, Usage
+from slipring.http.sampling import stop_strings
+from slipring.http.served import ServedModel
+from slipring.http.stream import FrameStream
+from slipring.runtime.request import Delta, EngineError, GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    token_ids: list[int]
+    echo: str = ""
+    """Text that comes before what is generated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is asked for, checked."""
+
+    body: SamplingBody
+    prompts: list[Prompt]
+    param: str
+    """The field that holds the prompt, for error messages."""
+    max_tokens: int | None
+    """None: the rest of the context. 0: nothing is generated (echo only)."""
+    logprobs: int
+
+    @property
+    def n(self) -> int:
+        return 1 if self.body.n is None else self.body.n
+
+
+class Style(Protocol):
+    """How one API writes its answers."""
+
+    @property
+    def prefix(self) -> str:
+        """Ids of answers begin with it."""
+        ...
+
+    @property
+    def object_name(self) -> str: ...
+
+    @property
+    def renderer(self) -> type[EventRenderer]: ...
+
+    def choice(self, model: ServedModel, index: int, choice: Choice, plan: Plan) -> dict[str, Any]: ...
+
+
+class Flights:
+    """Answers in flight, so that a shutdown can end them."""
+
+    def __init__(self) -> None:
+        self._open: set[FrameStream | Collector] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def track(self, answer: FrameStream | Collector) -> None:
+        self._open.add(answer)
+        answer.on_end = lambda: self._open.discard(answer)
+
+    def drop(self, answer: FrameStream | Collector) -> None:
+        self._open.discard(answer)
+
+    def fail_all(self, message: str) -> None:
+        for answer in list(self._open):
+            answer.fail(message)
+
+
+class Generation:
+    """The engine requests behind one answer."""
+
+    def __init__(self, model: ServedModel, plan: Plan, reply_id: str) -> None:
+        self._engine = model.engine
+        self._plan = plan
+        self._requests = list(_requests(model, plan, reply_id))
+
+    def start(self, push: Callable[[Delta], None]) -> None:
+        """Raises ApiError; then nothing is left running."""
+        try:
+            for position, request in enumerate(self._requests):
+                self._engine.submit(request, _sink(position * self._plan.n, push))
+        except EngineError as error:
+            self.cancel()
+            raise from_engine(error, self._plan.param) from None
+        if not self._requests:
+            for index in range(len(self._plan.prompts) * self._plan.n):
+                push(Delta(index=index, finish_reason="length"))
+
+    def cancel(self) -> None:
+        for request in self._requests:
+            self._engine.abort(request.request_id)
+
+
+def _sink(base: int, push: Callable[[Delta], None]) -> Callable[[Delta], None]:
+    """Numbers the choices of a later prompt from `base` on."""
+    if base == 0:
+        return push
+
+    def sink(delta: Delta) -> None:
+        delta.index += base
+        push(delta)
+
+    return sink
+
+
+async def answer(model: ServedModel, flights: Flights, request: ApiRequest, plan: Plan, style: Style) -> ApiResponse:
+    name = plan.body.model or model.names[0]
+    head = model.head(style.prefix, request.request_id, name)
+    generation = Generation(model, plan, head.id)
+    usage = Usage([len(prompt.token_ids) for prompt in plan.prompts], plan.n)
+    echo = [prompt.echo for prompt in plan.prompts for _ in range(plan.n)]
+    if plan.body.stream:
+        return _stream(model, flights, generation, style.renderer, head, usage, echo, plan.body)
+    choices = await _collect(flights, generation, Collector(echo, usage))
+    return ApiResponse.json(
+        {
+            **head.fields(style.object_name),
+            "choices": [style.choice(model, index, choice, plan) for index, choice in enumerate(choices)],
+            "usage": usage.fields(),
+            "system_fingerprint": head.fingerprint,
+        }
+    )
+
+
+def _stream(
+    model: ServedModel,
+    flights: Flights,
+    generation: Generation,
+    renderer: type[EventRenderer],
+    head: ReplyHead,
+    usage: Usage,
+    echo: list[str],
+    body: SamplingBody,
+) -> ApiResponse:
+    options = body.stream_options
+    frames = renderer(
+        head,
+        usage,
+        model.logprobs,
+        echo,
+        usage_at_end=options is not None and bool(options.include_usage),
+        usage_in_every=options is not None and bool(options.continuous_usage_stats),
+    )
+    stream = FrameStream(frames, len(echo), generation.cancel)
+    generation.start(stream.push)
+    flights.track(stream)
+    return ApiResponse.events(stream)
+
+
+async def _collect(flights: Flights, generation: Generation, collector: Collector) -> list[Choice]:
+    generation.start(collector.push)
+    flights.track(collector)
+    try:
+        return await collector.wait()
+    except BaseException:
+        generation.cancel()  # the client has gone (cancelled), or one of several prompts failed
+        raise
+    finally:
+        flights.drop(collector)
+
+
+def _requests(model: ServedModel, plan: Plan, reply_id: str) -> Iterable[GenerationRequest]:
+    body = plan.body
+    if plan.max_tokens == 0:
+        for prompt in plan.prompts:
+            model.room(len(prompt.token_ids), plan.param, least=0)
+        return
+    for prompt in plan.prompts:
+        room = model.room(len(prompt.token_ids), plan.param)
+        max_tokens = room if plan.max_tokens is None else min(plan.max_tokens, room)
+        # Unseeded prompts of a batch draw one seed each, or equal prompts would get equal answers.
+        seed = model.engine.draw_seed() if body.seed is None else body.seed
+        yield GenerationRequest(
+            request_id=model.engine_id(reply_id),
+            prompt_token_ids=prompt.token_ids,
+            params=model.rules.params(body, max_tokens, plan.logprobs, seed),
+            n=plan.n,
+            stop=stop_strings(body),
+            include_stop_str_in_output=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            cache_salt=body.cache_salt,
+            priority=body.priority or 0,
+        )

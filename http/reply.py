@@ -1,0 +1,109 @@
+"""What every answer of chat and completions carries (`ReplyHead`, `Usage`), and the answer that is not streamed.
+
+A `Collector` is the non-streaming counterpart of `stream.FrameStream`: the same sink, gathered until every choice
+has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipring.http.errors import ApiError
+from slipring.runtime.request import Delta, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyHead:
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+
+    def fields(self, object_name: str) -> dict[str, Any]:
+        return {"id": self.id, "object": object_name, "created": self.created, "model": self.model}
+
+
+class Usage:
+    """Token counts of one HTTP request: every prompt once, every generated token of every choice."""
+
+    def __init__(self, prompt_lengths: list[int], choices_per_prompt: int) -> None:
+        self._num_prompt = sum(prompt_lengths)
+        self._num_generated = 0
+        self._per_prompt = choices_per_prompt
+        self._cached = [0] * len(prompt_lengths)
+
+    def add(self, delta: Delta) -> None:
+        self._num_generated += len(delta.token_ids)
+        if delta.num_cached_tokens and delta.index % self._per_prompt == 0:
+            # Of a prompt's choices the first counts: the others share what it has just computed.
+            prompt = delta.index // self._per_prompt
+            self._cached[prompt] = max(self._cached[prompt], delta.num_cached_tokens)
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self._num_prompt,
+            "completion_tokens": self._num_generated,
+            "total_tokens": self._num_prompt + self._num_generated,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+        }
+
+
+@dataclass(slots=True)
+class Choice:
+    """One finished completion."""
+
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class Collector:
+    """Gathers the deltas of an answer that is sent at once."""
+
+    def __init__(self, echo: list[str], usage: Usage) -> None:
+        self.choices = [Choice(pieces=[text]) for text in echo]
+        self.usage = usage
+        self.on_end: Callable[[], object] | None = None
+        self._num_open = len(echo)
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def push(self, delta: Delta) -> None:
+        """The engine's sink."""
+        if self._done.done():
+            return
+        if delta.finish_reason == "error":
+            self.fail(delta.error or "The engine could not finish this request.")
+            return
+        self.usage.add(delta)
+        choice = self.choices[delta.index]
+        choice.pieces.append(delta.text)
+        choice.logprobs.extend(delta.logprobs or ())
+        if delta.finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+            self._num_open -= 1
+            if self._num_open == 0:
+                self._end()
+                self._done.set_result(None)
+
+    def fail(self, message: str) -> None:
+        if not self._done.done():
+            self._end()
+            self._done.set_exception(ApiError(500, message, code="engine_error"))
+            self._done.exception()  # the waiting handler may be gone: nobody need retrieve it
+
+    async def wait(self) -> list[Choice]:
+        """Raises ApiError when the engine failed."""
+        await self._done
+        return self.choices
+
+    def _end(self) -> None:
+        if self.on_end is not None:
+            self.on_end()

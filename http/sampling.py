@@ -1,0 +1,174 @@
+"""From a body's sampling fields to `SamplingParams`: every range is checked here, and nowhere else.
+
+Defaults come from the request, then from what the model's authors recommend, then from OpenAI's documentation
+(temperature 1, top_p 1). Fields that are known but not supported are refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from slipring.http import config as limits
+from slipring.http.bodies import SamplingBody
+from slipring.http.errors import bad_request
+from slipring.runtime.request import SamplingParams
+
+if TYPE_CHECKING:
+    from slipring.runtime.engine import Engine
+
+_INT64 = 1 << 63
+_UNSUPPORTED = (
+    "prompt_logprobs", "bad_words", "allowed_token_ids", "structured_outputs", "guided_json", "guided_regex",
+    "guided_choice", "guided_grammar", "truncate_prompt_tokens", "use_beam_search", "return_token_ids",
+    "return_tokens_as_token_ids", "prompt_embeds", "functions", "function_call",
+)  # fmt: skip
+
+
+class SamplingRules:
+    """Checks bodies against one model. Raises ApiError (400) naming the first bad field."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._defaults = engine.spec.sampling_defaults
+        self._eos = engine.spec.eos_token_ids
+        self._vocab_size = engine.spec.vocab_size
+
+    def params(self, body: SamplingBody, max_tokens: int, logprobs: int, seed: int) -> SamplingParams:
+        """`max_tokens` is already cut to the context, `seed` already drawn."""
+        defaults = self._defaults
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=_first(body.temperature, defaults.temperature, 1.0),
+            top_p=_first(body.top_p, defaults.top_p, 1.0),
+            top_k=min(max(0, _first(body.top_k, defaults.top_k, 0)), self._vocab_size),
+            min_p=_first(body.min_p, defaults.min_p, 0.0),
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
+            seed=seed % (1 << 64),
+            # A request may ask for more than fits: then min_tokens holds for what there is room for.
+            min_tokens=min(body.min_tokens or 0, max_tokens),
+            stop_token_ids=self._stop_token_ids(body),
+            logit_bias=self._logit_bias(body.logit_bias or {}),
+            logprobs=logprobs,
+        )
+
+    def check(self, body: SamplingBody) -> None:
+        """Everything that can be said before the prompt is looked at."""
+        _refuse_unsupported(body)
+        _within("n", body.n, 1, limits.MAX_CHOICES)
+        _within("temperature", body.temperature, 0, 2)
+        _within("top_p", body.top_p, 0, 1, open_below=True)
+        _within("top_k", body.top_k, -1)
+        _within("min_p", body.min_p, 0, 1)
+        _within("presence_penalty", body.presence_penalty, -2, 2)
+        _within("frequency_penalty", body.frequency_penalty, -2, 2)
+        # Outside these the penalty overflows or vanishes in float32.
+        _within("repetition_penalty", body.repetition_penalty, 0.01, 100)
+        _within("seed", body.seed, -_INT64, _INT64 - 1)
+        _within("priority", body.priority, -(1 << 31), (1 << 31) - 1)
+        _within("min_tokens", body.min_tokens, 0)
+        _check_best_of(body)
+        _check_stream_options(body)
+        stop_strings(body)
+        self._logit_bias(body.logit_bias or {})
+        self._stop_token_ids(body)
+        if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= limits.MAX_STOP_BYTES:
+            raise bad_request(f"`cache_salt` must have 1 to {limits.MAX_STOP_BYTES} characters.", "cache_salt")
+
+    def _stop_token_ids(self, body: SamplingBody) -> tuple[int, ...]:
+        ids = body.stop_token_ids or []
+        eos = () if body.ignore_eos else self._eos
+        most = limits.MAX_STOP_TOKEN_IDS - len(self._eos)
+        if len(ids) > most:
+            raise bad_request(f"`stop_token_ids` may hold at most {most} ids, got {len(ids)}.", "stop_token_ids")
+        self.check_ids(ids, "stop_token_ids")
+        return tuple(dict.fromkeys((*ids, *eos)))
+
+    def _logit_bias(self, bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
+        if len(bias) > limits.MAX_LOGIT_BIAS:
+            message = f"`logit_bias` may hold at most {limits.MAX_LOGIT_BIAS} tokens, got {len(bias)}."
+            raise bad_request(message, "logit_bias")
+        last = self._vocab_size - 1
+        entries = []
+        for key, value in bias.items():
+            if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) <= last):
+                message = f"`logit_bias` maps token ids (0 to {last}) to numbers; {key[:40]!r} is no such id."
+                raise bad_request(message, "logit_bias")
+            _within("logit_bias", value, -100, 100)
+            entries.append((int(key), value))
+        return tuple(entries)
+
+    def check_ids(self, ids: list[int], param: str) -> None:
+        """Token ids given by a client must exist: an id outside the vocabulary would index other rows' memory."""
+        if ids and not (min(ids) >= 0 and max(ids) < self._vocab_size):
+            bad = next(i for i in ids if not 0 <= i < self._vocab_size)
+            shown = bad if abs(bad) < _INT64 else "a number out of range"
+            raise bad_request(
+                f"`{param}` holds {shown}, which is no token id: they run from 0 to {self._vocab_size - 1}.", param
+            )
+
+
+def stop_strings(body: SamplingBody) -> tuple[str, ...]:
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stops) > limits.MAX_STOP_STRINGS:
+        raise bad_request(f"`stop` may hold at most {limits.MAX_STOP_STRINGS} strings, got {len(stops)}.", "stop")
+    for stop in stops:
+        if not stop:
+            raise bad_request("`stop` must not hold an empty string.", "stop")
+        if len(stop.encode()) > limits.MAX_STOP_BYTES:
+            raise bad_request(f"Each string of `stop` may have at most {limits.MAX_STOP_BYTES} bytes.", "stop")
+    return tuple(stops)
+
+
+def check_logprobs(value: int | None, param: str) -> None:
+    _within(param, value, 0, limits.MAX_LOGPROBS)
+
+
+def check_max_tokens(value: int | None, param: str, least: int = 1) -> None:
+    _within(param, value, least)
+
+
+def check_min_tokens(body: SamplingBody, max_tokens: int | None) -> None:
+    if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
+        raise bad_request(f"`min_tokens` must be at most `max_tokens` ({max_tokens}).", "min_tokens")
+
+
+def is_set(value: Any) -> bool:
+    """False for null and for the blanks that form-filling clients send."""
+    return value is not None and value is not False and value not in ("", [], {})
+
+
+def _refuse_unsupported(body: SamplingBody) -> None:
+    for name in _UNSUPPORTED:
+        if is_set(getattr(body, name, None)):
+            raise bad_request(f"`{name}` is not supported yet; leave it out.", name, "unsupported_parameter")
+
+
+def _check_best_of(body: SamplingBody) -> None:
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise bad_request("`best_of` other than `n` is not supported yet; leave it out.", "best_of")
+
+
+def _check_stream_options(body: SamplingBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise bad_request("`stream_options` is only allowed together with `stream: true`.", "stream_options")
+
+
+def _within(
+    param: str, value: float | None, least: float, most: float | None = None, *, open_below: bool = False
+) -> None:
+    if value is None:
+        return
+    # Written so that NaN fails every comparison and is refused.
+    above = value > least if open_below else value >= least
+    if above and (most is None or value <= most) and (isinstance(value, int) or math.isfinite(value)):
+        return
+    low = f"more than {least}" if open_below else f"at least {least}"
+    wanted = low if most is None else f"{low} and at most {most}"
+    shown = value if abs(value) < 2 * _INT64 else "a number out of range"
+    raise bad_request(f"`{param}` must be {wanted}, got {shown}.", param, "invalid_value")
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)

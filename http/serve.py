@@ -1,0 +1,153 @@
+"""The composition root of `slipring serve`: port, engine and server, and how they live and end together.
+
+    bind → answer 503 "starting" → load the model → serve → SIGTERM: drain, exit 0
+                                                          → engine dead: 503 "dead" for a moment, exit 1
+
+The port is taken before the model is touched, so a port in use is told at once. Everything here runs on one uvloop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+import uvloop
+
+from slipring.http.api import Api
+from slipring.http.config import ServerConfig
+from slipring.http.console import Console
+from slipring.http.server import BindError, HttpServer, bind
+from slipring.runtime.config import EngineConfig
+from slipring.runtime.engine import ConfigError, Engine, ModelError, StartupError
+
+DEAD_NOTICE_S = 1.2
+"""How long /health says `dead`, so that probes see it, before the process ends."""
+FLUSH_S = 1.0
+"""What answers have, once everything is decided, to reach their clients."""
+SHUTTING_DOWN = "The server is shutting down."
+
+
+def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """Serve until told to stop. Returns the exit status."""
+    raise_descriptor_limit()
+    try:
+        sockets = bind(server_config.host, server_config.port)
+    except BindError as error:
+        return _complain(str(error))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        status = runner.run(Service(engine_config, server_config, sockets).run())
+        if status:
+            # Threads (a long text being tokenized) must not hold up a process whose engine has gone.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    return status
+
+
+def raise_descriptor_limit() -> None:
+    """Every connection is a file descriptor: take as many as we may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class Service:
+    """One life of the server."""
+
+    def __init__(self, engine_config: EngineConfig, config: ServerConfig, sockets: list[socket.socket]) -> None:
+        self._engine_config = engine_config
+        self._config = config
+        self._sockets = sockets
+        self._console = Console()
+        self._api = Api(config)
+        self._server = HttpServer(self._api)
+        self._signal: asyncio.Future[int]
+
+    async def run(self) -> int:
+        self._listen_for_signals()
+        await self._server.start(self._sockets)
+        self._console.line(f"Loading {self._engine_config.model}")
+        try:
+            engine = await self._unless_signalled(self._load())
+        except (ModelError, ConfigError, StartupError) as error:
+            await self._server.stop(0.1)
+            return _complain(str(error))
+        if engine is None:
+            await self._server.stop(0.1)
+            return 128 + self._signal.result()
+        self._api.serve(engine)
+        # What is alive now stays alive: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+        self._console.banner(self._config, self._sockets[0].getsockname()[1], engine.chat_template is not None)
+        reason = await self._unless_signalled(engine.wait_dead())
+        return await (self._drain(engine) if reason is None else self._die(engine, reason))
+
+    async def _load(self) -> Engine:
+        engine = await asyncio.to_thread(Engine, self._engine_config)
+        try:
+            await engine.start(self._console.on_startup)
+        except BaseException:
+            await engine.stop()
+            raise
+        return engine
+
+    async def _drain(self, engine: Engine) -> int:
+        """SIGTERM or Ctrl-C: what is in flight may finish, nothing new is taken."""
+        self._api.draining = True
+        num_open = len(self._api.flights)
+        if num_open:
+            timeout = self._config.shutdown_timeout_s
+            self._console.line(f"Shutting down: {num_open} answers have up to {timeout:g} s. Ctrl-C again to stop now.")
+        await engine.drain(self._config.shutdown_timeout_s)
+        self._api.flights.fail_all(SHUTTING_DOWN)
+        await self._server.stop(FLUSH_S)
+        await engine.stop()
+        self._console.line("Stopped.")
+        return 0
+
+    async def _die(self, engine: Engine, reason: str) -> int:
+        """Streams have had their error frames. Probes get to see `dead`; then everything is cut."""
+        await asyncio.sleep(DEAD_NOTICE_S)
+        await self._server.stop(0.1)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(engine.stop(), 0.3)
+        last = "\n".join(engine.worker_last_lines)
+        return _complain(f"{reason}\n{last}".rstrip())
+
+    def _listen_for_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._signal = loop.create_future()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: int) -> None:
+        if not self._signal.done():
+            self._signal.set_result(number)
+        elif number == signal.SIGINT:
+            os._exit(128 + number)  # asked twice; workers notice that their parent is gone
+
+    async def _unless_signalled(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of `work`, or None when a signal came first (then it is cancelled)."""
+        task = asyncio.ensure_future(work)
+        await asyncio.wait({task, self._signal}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        return None
+
+
+def _complain(message: str) -> int:
+    print(f"slipring: {message}", file=sys.stderr, flush=True)
+    return 1

@@ -1,0 +1,64 @@
+"""`ServedModel`: the engine as the handlers see it, with what is computed once per model. Exists once it is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from importlib.metadata import version
+from itertools import count
+from typing import TYPE_CHECKING
+
+from slipring.http.config import ServerConfig
+from slipring.http.errors import ApiError, bad_request
+from slipring.http.logprobs import LogprobWriter
+from slipring.http.reply import ReplyHead
+from slipring.http.sampling import SamplingRules
+
+if TYPE_CHECKING:
+    from slipring.runtime.engine import Engine
+
+VERSION = version("slipring")
+
+
+class ServedModel:
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        self.engine = engine
+        self.names = config.served_model_names
+        self.created = int(time.time())
+        self.rules = SamplingRules(engine)
+        self.logprobs = LogprobWriter(engine)
+        identity = f"{engine.spec.name} {engine.spec.path} {engine.spec.dtype}"
+        self.fingerprint = f"slipring-{VERSION}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
+        self._serial = count()
+
+    def check_name(self, name: str | None) -> str:
+        """The name to answer with. Raises ApiError (404) for a model that is not served."""
+        if name is None:
+            return self.names[0]
+        if name not in self.names:
+            served = ", ".join(f"`{known}`" for known in self.names)
+            raise ApiError(
+                404, f"The model `{name[:100]}` does not exist here. Served: {served}.", "model", "model_not_found"
+            )
+        return name
+
+    def head(self, prefix: str, request_id: str, name: str) -> ReplyHead:
+        return ReplyHead(f"{prefix}-{request_id}", int(time.time()), name, self.fingerprint)
+
+    def engine_id(self, reply_id: str) -> str:
+        """Unique in this process, whatever ids clients send."""
+        return f"{reply_id}.{next(self._serial)}"
+
+    def room(self, num_prompt: int, param: str, least: int = 1) -> int:
+        """Tokens that may follow the prompt. Raises ApiError (400) when there is no room for `least`."""
+        limit = self.engine.max_model_len
+        if num_prompt == 0:
+            raise bad_request(f"`{param}` must not be empty.", param)
+        if num_prompt + least > limit:
+            raise bad_request(
+                f"This model's maximum context length is {limit} tokens. However, your {param} resulted in "
+                f"{num_prompt} tokens, which leaves no room for an answer. Please shorten the {param}.",
+                param,
+                "context_length_exceeded",
+            )
+        return limit - num_prompt

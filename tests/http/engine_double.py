@@ -1,0 +1,144 @@
+"""An engine without a model, for tests of the outside face alone: it answers a script, or what a test pushes.
+
+Obeys `slipring.runtime.engine.Engine`'s interface. Its tokenizer has one token per byte, so lengths are easy to see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from slipring.runtime.chat_template import ChatTemplate
+from slipring.runtime.engine import Health, HealthState
+from slipring.runtime.metrics import Metrics, Stats
+from slipring.runtime.request import Delta, GenerationRequest, Sink, TokenLogprob
+from slipring.shm.spec import ModelSpec, SamplingDefaults
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'alien' %}{{ raise_exception('no aliens') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% if flavour %}<{{ flavour }}>{% endif %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+EOS = 257
+VOCAB = 300
+
+
+class ByteTokenizer:
+    vocab_size = VOCAB
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode("utf-8", "replace"))
+
+    def decode(self, ids, skip_special_tokens: bool = True, continuation: bool = False) -> str:
+        return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
+
+
+class EngineDouble:
+    """`script` is what every completion says. With `script` None the test itself calls `say` and `end`."""
+
+    def __init__(
+        self,
+        script: str | None = "Hello!",
+        max_model_len: int = 200,
+        template: str | None = TEMPLATE,
+        defaults: SamplingDefaults | None = None,
+    ) -> None:
+        self.script = script
+        self.max_model_len = max_model_len
+        self.tokenizer = ByteTokenizer()
+        self.chat_template = None if template is None else ChatTemplate(template)
+        self.spec = spec(defaults or SamplingDefaults())
+        self.state = HealthState.HEALTHY
+        self.reason: str | None = None
+        self.requests: list[GenerationRequest] = []
+        self.sinks: dict[str, Sink] = {}
+        self.aborted: list[str] = []
+        self.refuse: Exception | None = None
+        self.refuse_after = 0
+        self.num_seeds = 0
+        self.metrics = Metrics()
+
+    def submit(self, request: GenerationRequest, sink: Sink) -> None:
+        if self.refuse is not None and len(self.requests) >= self.refuse_after:
+            raise self.refuse
+        assert request.request_id not in self.sinks
+        self.requests.append(request)
+        self.sinks[request.request_id] = sink
+        if self.script is not None:
+            asyncio.get_running_loop().call_soon(self._play, request)
+
+    def abort(self, request_id: str) -> bool:
+        self.aborted.append(request_id)
+        return self.sinks.pop(request_id, None) is not None
+
+    def health(self) -> Health:
+        return Health(self.state, self.reason)
+
+    def draw_seed(self) -> int:
+        self.num_seeds += 1
+        return 999 + self.num_seeds
+
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def stats(self) -> Stats:
+        m = self.metrics
+        return Stats(
+            num_running=len(self.sinks), num_waiting=0, kv_cache_usage=0.5, num_blocks=10, num_free_blocks=5,
+            num_cached_blocks=1, prefix_cache_queries=4, prefix_cache_hits=3, prompt_tokens=7, generation_tokens=9,
+            num_preemptions=0, num_steps=2, num_rejected=0, finished=m.finished, ttft_s=m.ttft_s, itl_s=m.itl_s,
+            e2e_s=m.e2e_s,
+        )  # fmt: skip
+
+    # What a test does in the engine's place.
+
+    def say(self, text: str, index: int = 0, position: int = -1, logprobs: bool = False, cached: int = 0) -> None:
+        entries = [TokenLogprob(b, -0.5, 1, ((b, -0.5),)) for b in text.encode()] if logprobs else None
+        self._push(position, Delta(index=index, text=text, token_ids=tuple(text.encode()), logprobs=entries,
+                                   num_cached_tokens=cached))  # fmt: skip
+
+    def end(self, text: str = "", reason: str = "stop", index: int = 0, position: int = -1, error: str | None = None):
+        ids = tuple(text.encode())
+        self._push(position, Delta(index=index, text=text, token_ids=ids, finish_reason=reason, error=error))
+
+    def _push(self, position: int, delta: Delta) -> None:
+        sink = self.sinks.get(self.requests[position].request_id)
+        if sink is not None:
+            sink(delta)
+
+    def _play(self, request: GenerationRequest) -> None:
+        """Letter by letter, all choices in turn, cut at max_tokens."""
+        sink = self.sinks.get(request.request_id)
+        if sink is None:
+            return
+        assert self.script is not None
+        data = self.script.encode()[: request.params.max_tokens]
+        reason = "length" if len(data) == request.params.max_tokens else "stop"
+        wants = request.params.logprobs
+        ended: Counter[int] = Counter()
+        for position, byte in enumerate(data):
+            for index in range(request.n):
+                last = position == len(data) - 1
+                ended[index] += last
+                top = tuple((byte - i, -0.5 - i) for i in range(wants))
+                entries = [TokenLogprob(byte, -0.5, 1, top)] if wants >= 0 else None
+                sink(Delta(index=index, text=chr(byte), token_ids=(byte,), logprobs=entries,
+                           finish_reason=reason if last else None))  # fmt: skip
+        self.sinks.pop(request.request_id, None)
+
+
+def spec(defaults: SamplingDefaults) -> ModelSpec:
+    return ModelSpec(
+        architecture="llama", name="double", path="/double", format="gguf", files=(), tensors=(), dtype="float32",
+        vocab_size=VOCAB, hidden_size=1, intermediate_size=1, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1,
+        max_position_embeddings=200, rms_norm_eps=1e-5, rope_theta=1e4, eos_token_ids=(EOS,),
+        sampling_defaults=defaults,
+    )  # fmt: skip

@@ -1,0 +1,85 @@
+"""Shapes of bodies: what is refused, and which field the refusal names."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipring.http.bodies import ChatBody, CompletionBody, DetokenizeBody, decode
+from slipring.http.errors import ApiError
+
+
+def refusal(data: bytes, kind=ChatBody) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        decode(data, kind)
+    assert caught.value.status == 400
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("data", "param", "words"),
+    [
+        (b'{"messages":{"role":"user"}}', "messages", "an array"),
+        (b'{"messages":"hi"}', "messages", "got a string"),
+        (b"{}", "messages", "Missing"),
+        (b'{"messages":[null]}', "messages[0]", "got null"),
+        (b'{"messages":[{"content":"x"}]}', "messages[0].role", "Missing"),
+        (b'{"messages":[{"role":"user","content":[{"text":"x"}]}]}', "messages[0].content[0].type", "Missing"),
+        (b'{"messages":[],"temperature":"0.5"}', "temperature", "a number or null"),
+        (b'{"messages":[],"max_tokens":true}', "max_tokens", "got a boolean"),
+        (b'{"messages":[],"n":1.5}', "n", "an integer"),
+        (b'{"messages":[],"seed":"1"}', "seed", "an integer"),
+        (b'{"messages":[],"temperature":1e999}', "temperature", "out of range"),
+        (b'{"messages":[],"logit_bias":[1,2]}', "logit_bias", "an object"),
+        (b'{"messages":[],"logit_bias":{"1":"x"}}', "logit_bias", "a number"),
+        (b'{"messages":[],"stop":[1]}', "stop[0]", "a string"),
+        (b'{"messages":[],"stop":{"a":1}}', "stop", "a string"),
+        (b'{"messages":[],"stream_options":true}', "stream_options", "an object"),
+    ],
+)
+def test_the_field_is_named(data: bytes, param: str, words: str) -> None:
+    error = refusal(data)
+    assert error.param == param and words in error.message
+
+
+@pytest.mark.parametrize("data", [b"[]", b"[1]", b"true", b"null", b"123", b'"s"'])
+def test_a_body_must_be_an_object(data: bytes) -> None:
+    assert refusal(data).param is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b'{"messages":[]}x',
+        b'{"messages":[],"temperature":NaN}',
+        b'{"messages":[],"temperature":Infinity}',
+        b'{"messages":[],"top_p":-Infinity}',
+        b'{"messages":[{"role":"user","content":"a\\ud800b"}]}',
+        b'{"messages":[{"role":"user","content":"\xff"}]}',
+        b'{"messages":[{"role":"user","content":"\xed\xa0\x80"}]}',
+        b'{"x":' + b"[" * 100_000,
+        b'{"messages":[],"x":' + b"[" * 3000 + b"]" * 3000 + b"}",
+        b'{"messages":[],"x":' + b'{"a":' * 3000 + b"1" + b"}" * 3001,
+        b'{"messages":[{"role":"user","content":' + b"[" * 500 + b"]" * 500 + b"}]}",
+    ],
+)
+def test_what_is_no_json_is_refused(data: bytes) -> None:
+    refusal(data)
+
+
+def test_null_is_absent_and_unknown_fields_are_skipped() -> None:
+    names = [field for field in ChatBody.__struct_fields__ if field != "messages"]
+    nulls = ",".join(f'"{name}":null' for name in names)
+    data = f'{{"messages":[],{nulls},"x_future":[1,{{"y":2}}],"store":false}}'.encode()
+    assert decode(data, ChatBody) == decode(b'{"messages":[]}', ChatBody)
+
+
+def test_a_million_keys_are_skipped() -> None:
+    data = b'{"prompt":"x",' + b",".join(b'"k%d":1' % i for i in range(10**6)) + b"}"
+    assert decode(data, CompletionBody).prompt == "x"
+
+
+def test_huge_integers_are_kept_for_the_range_check() -> None:
+    assert decode(b'{"tokens":[' + b"9" * 30 + b"]}", DetokenizeBody).tokens == [int("9" * 30)]
+    refusal(b'{"tokens":[' + b"9" * 5000 + b"]}", DetokenizeBody)

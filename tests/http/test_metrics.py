@@ -1,0 +1,57 @@
+"""/metrics parses, adds up, and has bounded labels."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.http.calls import call, make_api
+from tests.http.engine_double import EngineDouble
+
+
+def scrape(api) -> dict[str, list]:
+    response = call(api, "GET", "/metrics")
+    assert response.status == 200 and response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    families = text_string_to_metric_families(response.body.decode())
+    return {family.name: family.samples for family in families}
+
+
+def test_engine_counters_under_vllms_names() -> None:
+    engine = EngineDouble()
+    engine.metrics.finished["stop"] = 3
+    families = scrape(make_api(engine))
+    running = families["vllm:num_requests_running"][0]
+    assert running.labels == {"model_name": "m", "engine": "0"}
+    assert families["vllm:kv_cache_usage_perc"][0].value == 0.5
+    assert families["vllm:prompt_tokens"][0].value == 7
+    by_reason = {sample.labels["finished_reason"]: sample.value for sample in families["vllm:request_success"]}
+    assert by_reason == {"stop": 3, "length": 0, "abort": 0, "error": 0}
+
+
+def test_histograms_are_cumulative() -> None:
+    engine = EngineDouble()
+    for seconds in (0.0001, 0.0001, 0.03, 1e6):
+        engine.metrics.ttft_s.observe(seconds)
+    samples = scrape(make_api(engine))["vllm:time_to_first_token_seconds"]
+    buckets = [s for s in samples if s.name.endswith("_bucket")]
+    counts = [s.value for s in buckets]
+    assert counts == sorted(counts) and counts[0] == 2 and counts[-1] == 4
+    assert buckets[-1].labels["le"] == "+Inf"
+    assert next(s.value for s in samples if s.name.endswith("_count")) == 4
+    assert next(s.value for s in samples if s.name.endswith("_sum")) > 1e6 - 1
+
+
+def test_requests_are_counted_by_route_never_by_path() -> None:
+    api = make_api()
+    for method, path in (("GET", "/health"), ("GET", "/v1/models/a"), ("GET", "/v1/models/b"), ("BREW", "/x" * 99)):
+        call(api, method, path)
+    samples = scrape(api)["slipring_http_requests"]
+    counts = {tuple(s.labels.values()): s.value for s in samples if s.name.endswith("_total")}
+    assert counts == {
+        ("GET", "/health", "200"): 1, ("GET", "/v1/models/{id}", "404"): 2, ("other", "unmatched", "404"): 1,
+    }  # fmt: skip
+
+
+def test_metrics_while_starting() -> None:
+    api = make_api()
+    api.engine = None
+    assert "vllm:num_requests_running" not in scrape(api)
