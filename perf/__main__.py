@@ -1,0 +1,46 @@
+"""`python -m perf list | run NAME [--compare] [--quick] [--seed N] | render [--check]`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+
+from perf.figure import FIGURES, Options, write
+from perf.render import render
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m perf", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="what can be measured")
+    run = commands.add_parser("run", help="measure one figure and write perf/results/NAME.json")
+    run.add_argument("name", choices=sorted(FIGURES))
+    run.add_argument("--compare", action="store_true", help="also run the baseline, in the same run")
+    run.add_argument("--quick", action="store_true", help="few samples: does it work, not how fast is it")
+    run.add_argument("--seed", type=int, default=1)
+    show = commands.add_parser("render", help="rewrite the README's tables from perf/results")
+    show.add_argument("--check", action="store_true", help="only say whether they agree")
+    arguments = parser.parse_args()
+    if arguments.command == "list":
+        for name, module in FIGURES.items():
+            print(f"{name:12} {importlib.import_module(module).DESCRIPTION}")
+        return 0
+    if arguments.command == "render":
+        return render(check=arguments.check)
+    return _run(arguments.name, Options(arguments.compare, arguments.seed, arguments.quick))
+
+
+def _run(name: str, options: Options) -> int:
+    measurement = importlib.import_module(FIGURES[name]).measure(options)
+    for row in measurement.table:
+        print("  ".join(f"{key}={value}" for key, value in row.items()))
+    if not options.quick:
+        print(f"written to {write(name, options, measurement)}")
+    print(json.dumps(measurement.summary))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""A real server process for tests: start it, look at it, hurt it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parent.parent
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Server:
+    """`slipring serve smollm2 ARGUMENTS` on a free port; a context manager that waits until it is ready."""
+
+    def __init__(self, *arguments: str, model: str = "smollm2", environment: dict[str, str] | None = None) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._command = [sys.executable, "-m", "slipring.http.cli", "serve", model, "--port", str(self.port), *arguments]
+        self._environment = {**os.environ, **(environment or {})}
+        self.process: subprocess.Popen[str]
+        self.output = ""
+
+    def launch(self) -> Server:
+        """Start the process without waiting."""
+        self.process = subprocess.Popen(
+            self._command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=self._environment
+        )
+        return self
+
+    def __enter__(self) -> Server:
+        self.launch()
+        deadline = time.monotonic() + 120
+        while self.health() != 200:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                raise RuntimeError(f"the server did not start:\n{self.process.communicate()[0]}")
+            time.sleep(0.05)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.output = self.process.communicate(timeout=20)[0]
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                raise
+
+    def health(self) -> int | None:
+        """Status of GET /health; None while nothing listens."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
+                return response.status
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return None
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=10) as response:
+            return response.read().decode()
+
+    def gauge(self, name: str) -> float:
+        """A metric's value from /metrics, by the beginning of its line."""
+        (line,) = [line for line in self.get("/metrics").splitlines() if line.startswith((name + " ", name + "{"))]
+        return float(line.rsplit(" ", 1)[1])
+
+    def post(self, path: str, body: dict[str, Any], timeout: float = 120) -> dict[str, Any]:
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return json.loads(response.read())
+
+    @property
+    def worker_pids(self) -> list[int]:
+        return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
