@@ -20,7 +20,7 @@ _ENGINE = (
     "model", "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
     "kv_cache_memory_bytes", "num_gpu_blocks_override", "enable_prefix_caching", "scheduling_policy",
     "async_scheduling", "seed", "cpu_threads", "max_queued_requests", "max_queued_tokens", "worker_module",
-    "debug_integrity",
+    "debug_integrity", "allow_long_max_model_len",
 )  # fmt: skip
 """Flags that are fields of `runtime.config.EngineConfig`."""
 
@@ -107,6 +107,11 @@ def _add_model_flags(group: Any) -> None:
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
     group.add_argument("--device", default="auto", help="auto or cpu (default: auto)")
     group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="context length (default: the model's)")
+    group.add_argument(
+        "--allow-long-max-model-len",
+        action="store_true",
+        help="let --max-model-len exceed what the model was trained for",
+    )
     group.add_argument("--seed", type=int, default=0, help="for requests without one; 0: random (default: 0)")
     group.add_argument("--cpu-threads", type=int, metavar="N", help="threads of a CPU worker (default: all CPUs)")
 

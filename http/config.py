@@ -11,11 +11,6 @@ MAX_CHOICES = 128
 MAX_PROMPTS = 2048
 """Most prompts of one request."""
 
-# The next three are the engine's own limits (`shm.params`, which this layer may not import; a test compares them).
-MAX_LOGPROBS = 20
-MAX_LOGIT_BIAS = 1024
-MAX_STOP_TOKEN_IDS = 64
-
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Flags carry the same names."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slipring.http import config as limits
 from slipring.http.bodies import SamplingBody
 from slipring.http.errors import bad_request
-from slipring.runtime.request import SamplingParams
+from slipring.runtime.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 if TYPE_CHECKING:
     from slipring.runtime.engine import Engine
@@ -79,15 +79,15 @@ class SamplingRules:
     def _stop_token_ids(self, body: SamplingBody) -> tuple[int, ...]:
         ids = body.stop_token_ids or []
         eos = () if body.ignore_eos else self._eos
-        most = limits.MAX_STOP_TOKEN_IDS - len(self._eos)
+        most = MAX_STOP_TOKEN_IDS - len(self._eos)
         if len(ids) > most:
             raise bad_request(f"`stop_token_ids` may hold at most {most} ids, got {len(ids)}.", "stop_token_ids")
         self.check_ids(ids, "stop_token_ids")
         return tuple(dict.fromkeys((*ids, *eos)))
 
     def _logit_bias(self, bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
-        if len(bias) > limits.MAX_LOGIT_BIAS:
-            message = f"`logit_bias` may hold at most {limits.MAX_LOGIT_BIAS} tokens, got {len(bias)}."
+        if len(bias) > MAX_LOGIT_BIAS:
+            message = f"`logit_bias` may hold at most {MAX_LOGIT_BIAS} tokens, got {len(bias)}."
             raise bad_request(message, "logit_bias")
         last = self._vocab_size - 1
         entries = []
@@ -122,7 +122,7 @@ def stop_strings(body: SamplingBody) -> tuple[str, ...]:
 
 
 def check_logprobs(value: int | None, param: str) -> None:
-    _within(param, value, 0, limits.MAX_LOGPROBS)
+    _within(param, value, 0, MAX_LOGPROBS)
 
 
 def check_max_tokens(value: int | None, param: str, least: int = 1) -> None:

@@ -62,15 +62,17 @@ def apply_penalties_ref(
     logits.sub_(output_counts * frequency.unsqueeze(1)).sub_(seen * presence.unsqueeze(1))
 
 
-def cutoff_ref(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def cutoff_ref(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, whole: bool) -> Tensor:
     """The smallest score that min_p, then top_k, then top_p keep; [R].
 
-    ordered [R, C] are a row's best scores, falling; total [R] is the log-sum-exp of the whole row. Exact when the
-    result lies above the last of `ordered`, or C is the whole vocabulary.
+    ordered [R, C] are a row's best scores, falling; total [R] is the log-sum-exp of the whole row. Unless `ordered`
+    is the whole row, a result that does not lie above its last score only says that the row must be done whole.
     """
     limit = torch.where(min_p > 0, ordered[:, 0] + min_p.log(), float("-inf"))
     kth = ordered.gather(1, (top_k - 1).clamp(0, ordered.shape[1] - 1).unsqueeze(1)).squeeze(1)
     limit = torch.where(top_k > 0, torch.maximum(limit, kth), limit)
+    # top_p shares out the mass that min_p and top_k leave, which must then lie within `ordered`.
+    known = torch.isneginf(limit) | (limit > ordered[:, -1]) | whole
     kept = ordered >= limit.unsqueeze(1)
     cut = torch.logsumexp(ordered.masked_fill(~kept, float("-inf")), dim=1)
     mass = torch.where(limit > float("-inf"), cut, total)
@@ -79,7 +81,8 @@ def cutoff_ref(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor, min
     before = probs.cumsum(1).sub_(probs)
     num_kept = ((before < top_p.unsqueeze(1)) & kept).sum(1).clamp_(min=1)
     nucleus = ordered.gather(1, (num_kept - 1).unsqueeze(1)).squeeze(1)
-    return torch.where(top_p < 1, torch.maximum(limit, nucleus), limit)
+    cutoff = torch.where(top_p < 1, torch.maximum(limit, nucleus), limit)
+    return cutoff.masked_fill_(~known, float("-inf"))
 
 
 def draw_ref(logits: Tensor, params: DrawParams) -> Tensor:
@@ -89,7 +92,7 @@ def draw_ref(logits: Tensor, params: DrawParams) -> Tensor:
     if not filtered.any():
         return _draw_wide(scores, params)
     ordered, token_ids = scores.topk(min(NUM_CANDIDATES, scores.shape[1]), dim=1)
-    cutoff = cutoff_ref(ordered, scores.logsumexp(1), params.top_k, params.top_p, params.min_p)
+    cutoff = cutoff_ref(ordered, scores.logsumexp(1), params.top_k, params.top_p, params.min_p, whole=False)
     noisy = noise_for_tokens(token_ids, params.seed, params.position, params.choice).add_(ordered)
     noisy.masked_fill_(ordered < cutoff.unsqueeze(1), float("-inf"))
     drawn = token_ids.gather(1, noisy.argmax(1, keepdim=True)).squeeze(1)
@@ -118,7 +121,7 @@ def apply_penalties(
 def _filter(scores: Tensor, params: DrawParams) -> Tensor:
     """Scores with everything below the cutoff at -inf, by sorting whole rows."""
     ordered = scores.sort(dim=1, descending=True).values
-    cutoff = cutoff_ref(ordered, scores.logsumexp(1), params.top_k, params.top_p, params.min_p)
+    cutoff = cutoff_ref(ordered, scores.logsumexp(1), params.top_k, params.top_p, params.min_p, whole=True)
     return scores.masked_fill(scores < cutoff.unsqueeze(1), float("-inf"))
 
 

@@ -31,6 +31,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "auto"
     """`cpu`, or `auto`, which is the CPU until the GPU path lands."""
     max_model_len: int | None = None
+    allow_long_max_model_len: bool = False
+    """Let `max_model_len` exceed the context that the model was trained with; answers beyond it may be poor."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     block_size: int = 16
@@ -156,10 +158,10 @@ def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:
 def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     if config.max_model_len is None:
         return spec.max_position_embeddings
-    if config.max_model_len > spec.max_position_embeddings:
+    if config.max_model_len > spec.max_position_embeddings and not config.allow_long_max_model_len:
         raise ConfigError(
             f"--max-model-len {config.max_model_len} is more than the model's context of "
-            f"{spec.max_position_embeddings} tokens"
+            f"{spec.max_position_embeddings} tokens: use that or less, or add --allow-long-max-model-len"
         )
     return config.max_model_len
 

@@ -6,7 +6,23 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from slipring.shm.params import SamplingParams
+from slipring.shm.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
+
+__all__ = [
+    "MAX_LOGIT_BIAS",
+    "MAX_LOGPROBS",
+    "MAX_STOP_TOKEN_IDS",
+    "ContextLengthError",
+    "Delta",
+    "EngineDeadError",
+    "EngineError",
+    "GenerationRequest",
+    "InvalidRequestError",
+    "QueueFullError",
+    "SamplingParams",
+    "Sink",
+    "TokenLogprob",
+]
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

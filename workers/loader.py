@@ -122,4 +122,3 @@ class Weights:
         rows = out.shape[0]
         stored = raw.view(heads, rows // heads // 2, 2, -1)
         return stored.transpose(1, 2).reshape(raw.shape)
-

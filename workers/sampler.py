@@ -182,6 +182,4 @@ class Sampler:
         token = raw.gather(1, torch.from_numpy(drawn[at]).unsqueeze(1))
         rank = (raw > token).sum(dim=1) + 1
         top, top_ids = raw.topk(count, dim=1)
-        return Logprobs(
-            at, (token - total).squeeze(1).numpy(), rank.numpy(), top_ids.numpy(), (top - total).numpy()
-        )
+        return Logprobs(at, (token - total).squeeze(1).numpy(), rank.numpy(), top_ids.numpy(), (top - total).numpy())

@@ -8,7 +8,6 @@ import pytest
 
 from slipring.http import config as limits
 from slipring.runtime.request import SamplingParams
-from slipring.shm import params as engine_limits
 from slipring.shm.spec import SamplingDefaults
 from tests.http.calls import CHAT, COMPLETIONS, HELLO, call, make_api, refused
 from tests.http.engine_double import EOS, VOCAB, EngineDouble
@@ -29,12 +28,6 @@ def param_refused(fields: dict[str, Any], path: str = CHAT) -> str | None:
     response = call(make_api(engine), "POST", path, {**prompt, **fields})
     assert engine.requests == [], "refused before the engine sees it"
     return refused(response)["param"]
-
-
-def test_limits_are_the_engines_own() -> None:
-    assert limits.MAX_LOGPROBS == engine_limits.MAX_LOGPROBS
-    assert limits.MAX_LOGIT_BIAS == engine_limits.MAX_LOGIT_BIAS
-    assert limits.MAX_STOP_TOKEN_IDS == engine_limits.MAX_STOP_TOKEN_IDS
 
 
 def test_defaults_are_openais_without_advice_from_the_model() -> None:

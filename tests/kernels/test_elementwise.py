@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.tolerances import DTYPES, TOLERANCE
 
 from slipring.kernels.linear import linear, pack_weight
 from slipring.kernels.rmsnorm import rmsnorm
 from slipring.kernels.rope import build_cos_sin, inverse_frequencies, rope
 from slipring.kernels.silu_mul import silu_mul
 from slipring.kernels.store_kv import store_kv
+from tests.kernels.tolerances import DTYPES, TOLERANCE
 
 SHAPES = [(1, 8), (3, 7), (5, 576), (33, 100)]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.tolerances import DTYPES, TOLERANCE
 
 from slipring.kernels.paged_attention import AttentionPlan, Chunk, DecodeGroup, chunk_mask, length_mask, paged_attention
+from tests.kernels.tolerances import DTYPES, TOLERANCE
 
 BLOCK = 8
 DECODE = [41, 40, 33, 9, 8, 1]

@@ -111,9 +111,7 @@ class Rig:
             step.rows[i] = sequence.row
             step.generation[i] = self._generations[sequence.row]
             step.start[i], step.num_tokens[i] = sequence.num_computed, count
-            step.flags[i] = (
-                StepFlag.NEW * sequence.new | StepFlag.SAMPLE * sampled | StepFlag.LAST_TOKEN * is_decode
-            )
+            step.flags[i] = StepFlag.NEW * sequence.new | StepFlag.SAMPLE * sampled | StepFlag.LAST_TOKEN * is_decode
             sequence.new = False
             sequence.num_computed = end
         step.header[step.NUM_APPENDS] = num_appends

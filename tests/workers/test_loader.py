@@ -9,12 +9,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from tests.workers.runner_rig import Rig
-from tests.workers.tiny_models import save_tiny
 
 from slipring.shm.spec import ModelSpec, TensorSpec
 from slipring.workers.dequantize import dequantize_into, row_bytes
 from slipring.workers.loader import WeightError, Weights
+from tests.workers.runner_rig import Rig
+from tests.workers.tiny_models import save_tiny
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN scales in the gguf package
 
 # Every type that the gguf package can decode.
 GGML_TYPES = sorted(kind.name for kind in gguf.quants._type_traits)
@@ -24,21 +26,17 @@ GGML_TYPES = sorted(kind.name for kind in gguf.quants._type_traits)
 def test_every_block_type_equals_the_gguf_package(dtype: str) -> None:
     kind = gguf.GGMLQuantizationType[dtype]
     rows, cols = 5, 512
-    raw = np.random.default_rng(1).integers(0, 255, (rows, row_bytes(dtype, cols)), dtype=np.uint8)
-    raw = tame_scales(raw, dtype)
-    expected = torch.from_numpy(gguf.quants.dequantize(raw, kind).reshape(rows, cols).astype(np.float32))
-    assert torch.isfinite(expected).all()
+    # Every byte value everywhere: some scales are then NaN or infinite, and must come out as such.
+    raw = np.random.default_rng(1).integers(0, 256, (rows, row_bytes(dtype, cols)), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        expected = torch.from_numpy(gguf.quants.dequantize(raw, kind).reshape(rows, cols).astype(np.float32))
+    assert torch.isfinite(expected).float().mean() > 0.5
     out = torch.empty(rows, cols)
     dequantize_into(torch.from_numpy(raw), dtype, out)
-    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-7, equal_nan=True)
     half = torch.empty(rows, cols, dtype=torch.bfloat16)
     dequantize_into(torch.from_numpy(raw), dtype, half)
-    assert torch.equal(half, out.bfloat16())
-
-
-def tame_scales(raw: np.ndarray, dtype: str) -> np.ndarray:
-    """Random bytes make infinite halves: clear the exponents' top bit wherever a half or float may lie."""
-    return raw & 0x3B if dtype in {"F32", "F16", "BF16"} else raw & 0x3B
+    torch.testing.assert_close(half, out.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_widths_and_names_are_checked() -> None:
@@ -128,8 +126,8 @@ def test_broken_checkpoints_name_tensor_and_file(tmp_path: Path) -> None:
         load(with_first(offset=10**9))
     with pytest.raises(WeightError, match=f"{first.name} in {file}: .* bytes, but F32"):
         load(with_first(nbytes=first.nbytes - 4))
-    with pytest.raises(WeightError, match="unknown tensor dtype 'I64'"):
-        load(with_first(dtype="I64"))
+    with pytest.raises(WeightError, match="unknown tensor dtype 'Q9_Z'"):
+        load(with_first(dtype="Q9_Z"))
     with pytest.raises(WeightError, match="does not fit"):
         load(spec, shape=(first.shape[0], 7))
     with pytest.raises(WeightError, match=r"cannot map the file.*"):

@@ -6,17 +6,20 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.workers.runner_rig import worker_config
 
 from slipring.shm.spec import ModelSpec
 from slipring.workers.kv_cache import size_pool
 from slipring.workers.memory import MemoryShortageError, available_bytes
+from tests.workers.runner_rig import worker_config
 
 GIB = 2**30
 
 
 def machine(root: Path, cgroup: str, files: dict[str, str]) -> Path:
-    files = {"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {8 * GIB // 1024} kB\n", "proc/self/cgroup": cgroup} | files
+    files = {
+        "proc/meminfo": f"MemTotal: 1 kB\nMemAvailable: {8 * GIB // 1024} kB\n",
+        "proc/self/cgroup": cgroup,
+    } | files
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.workers.runner_rig import Rig
 from tests.workers.tiny_models import FAMILIES, save_tiny
 

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.workers.runner_rig import GREEDY, Rig, worker_config
-from tests.workers.tiny_models import save_tiny
 
 from slipring.shm import spec as worker_spec
 from slipring.shm import wire
@@ -23,6 +21,8 @@ from slipring.shm.segment import memfd
 from slipring.shm.spec import ModelSpec
 from slipring.shm.table import BatchTable, TableShape
 from slipring.shm.wire import Progress, Ready, SlotKind, StepFlag, StepInputView, StepOutputView, StepShape, WorkerError
+from tests.workers.runner_rig import GREEDY, Rig, worker_config
+from tests.workers.tiny_models import save_tiny
 
 PROMPT = [5, 9, 200, 31, 77, 12, 140, 66, 3]
 START_S = 60.0

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from tests.workers.runner_rig import GREEDY, Rig, Sequence
-from tests.workers.tiny_models import save_tiny
 
 from slipring.shm.params import SamplingParams
 from slipring.shm.spec import ModelSpec
 from slipring.workers.runner import NON_FINITE
+from tests.workers.runner_rig import GREEDY, Rig, Sequence
+from tests.workers.tiny_models import save_tiny
 
 SEEDED = SamplingParams(max_tokens=1, temperature=1.0, seed=2**63 + 12345)
 PENALISED = SamplingParams(
