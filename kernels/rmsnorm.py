@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -14,9 +16,15 @@ def rmsnorm_ref(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None =
     """
     summed = x if residual is None else x + residual
     wide = summed.float()
-    # One reduction without a squared copy: ||x||^2 / D is the mean square.
-    scale = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    # One reduction without a squared copy, then one operation for ||x||^2 / D + eps.
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = torch.addcmul(_scalar(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
     return (wide * scale).to(x.dtype).mul_(weight), summed
+
+
+@functools.cache
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32)
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
