@@ -35,14 +35,15 @@ _STYLE = ChatStyle()
 
 
 async def create_chat_completion(model: ServedModel, flights: Flights, request: ApiRequest) -> ApiResponse:
-    body = decode(await request.read(), ChatBody)
+    data = await request.read()
+    body = decode(data, ChatBody)
     model.check_name(body.model)
     model.rules.check(body)
     max_tokens, logprobs = _max_tokens(body), _logprobs(body)
     check_min_tokens(body, max_tokens)
     check_response_format(body.response_format)
     tools = conversation.check_tools(body, body.tool_choice)
-    text = conversation.render(model.engine, body, tools)
+    text = await model.engine.text_work(len(data), conversation.render, model.engine, body, tools)
     # Templates write the special tokens themselves.
     token_ids = await model.engine.encode(text, add_special_tokens=bool(body.add_special_tokens))
     echo = conversation.prefill(body.messages) if body.echo else ""

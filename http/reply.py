@@ -105,5 +105,6 @@ class Collector:
         return self.choices
 
     def _end(self) -> None:
-        if self.on_end is not None:
-            self.on_end()
+        on_end, self.on_end = self.on_end, None  # it may hold us: no cycle is left for the collector
+        if on_end is not None:
+            on_end()

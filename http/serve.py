@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import resource
 import signal
@@ -32,6 +31,7 @@ DEAD_NOTICE_S = 1.2
 """How long /health says `dead`, so that probes see it, before the process ends."""
 FLUSH_S = 1.0
 """What answers have, once everything is decided, to reach their clients."""
+_SWITCH_INTERVAL_S = 0.0005
 SHUTTING_DOWN = "The server is shutting down."
 
 
@@ -42,6 +42,8 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         sockets = bind(server_config.host, server_config.port)
     except BindError as error:
         return _complain(str(error))
+    # Threads that tokenize long texts must give the interpreter back to the loop soon (the default is 5 ms).
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(Service(engine_config, server_config, sockets).run())
         if status:
@@ -85,9 +87,7 @@ class Service:
             await self._server.stop(0.1)
             return 128 + self._signal.result()
         self._api.serve(engine)
-        # What is alive now stays alive: the collector need not look at it again.
-        gc.collect()
-        gc.freeze()
+        engine.collect_when_idle()
         self._console.banner(self._config, self._sockets[0].getsockname()[1], engine.chat_template is not None)
         reason = await self._unless_signalled(engine.wait_dead())
         return await (self._drain(engine) if reason is None else self._die(engine, reason))

@@ -151,8 +151,9 @@ class FrameStream:
     def _finish(self) -> None:
         self.ended = True
         self._held.clear()
-        if self.on_end is not None:
-            self.on_end()
+        on_end, self.on_end = self.on_end, None  # it may hold us: no cycle is left for the collector
+        if on_end is not None:
+            on_end()
         self._wake()
 
     def _wake(self) -> None:

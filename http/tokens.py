@@ -10,14 +10,16 @@ from slipring.http.served import ServedModel
 
 
 async def tokenize(model: ServedModel, request: ApiRequest) -> ApiResponse:
-    body = decode(await request.read(), TokenizeBody)
+    data = await request.read()
+    body = decode(data, TokenizeBody)
     model.check_name(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Give exactly one of `prompt` and `messages`.", "prompt")
     if body.prompt is not None:
         text, add_special = body.prompt, body.add_special_tokens is not False
     else:
-        text, add_special = conversation.render(model.engine, body, body.tools), bool(body.add_special_tokens)
+        text = await model.engine.text_work(len(data), conversation.render, model.engine, body, body.tools)
+        add_special = bool(body.add_special_tokens)
     token_ids = await model.engine.encode(text, add_special_tokens=add_special)
     names = [model.logprobs.text(token_id) for token_id in token_ids] if body.return_token_strs else None
     return ApiResponse.json(

@@ -96,8 +96,8 @@ async def run(job: Job) -> Outcome:
     loop = asyncio.get_running_loop()
     body = {"model": "instant", "prompt": job.prompt, "max_tokens": job.num_tokens, "stream": True, "ignore_eos": True}
     payload = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}"
-    request = head.encode() + b"\r\n\r\n" + payload
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    request = f"{head}Content-Length: {len(payload)}\r\n\r\n".encode() + payload
     began = time.perf_counter()
     streams = await asyncio.gather(*[_one(loop, request, job, i, began) for i in range(job.num_streams)])
     seconds = time.perf_counter() - began

@@ -61,8 +61,10 @@ def percentile(samples: Any, share: float) -> float:
 
 def machine() -> dict[str, Any]:
     """The machine in words: enough to judge a figure by, nothing that names a host."""
-    model = next((l.split(":")[1].strip() for l in _lines("/proc/cpuinfo") if l.startswith("model name")), "unknown")
-    memory = next((int(l.split()[1]) for l in _lines("/proc/meminfo") if l.startswith("MemTotal")), 0)
+    model = next(
+        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown"
+    )
+    memory = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
     return {
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),

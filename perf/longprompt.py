@@ -40,7 +40,7 @@ def _ids(length: int) -> bytes:
 
 
 def _text(length: int) -> bytes:
-    words = "the ocean is wide and a boat goes over it ".split()
+    words = ["the", "ocean", "is", "wide", "and", "a", "boat", "goes", "over", "it"]
     text = " ".join(words[i % len(words)] for i in range(length))
     return json.dumps({"prompt": text, "max_tokens": 2}).encode()
 

@@ -1,8 +1,8 @@
 """The README's tables, rendered from `perf/results/*.json` between markers, so that no number is typed by hand.
 
-    <!-- perf:NAME -->
-    ...rewritten...
-    <!-- /perf:NAME -->
+<!-- perf:NAME -->
+...rewritten...
+<!-- /perf:NAME -->
 """
 
 from __future__ import annotations

@@ -243,5 +243,3 @@ def attach(arguments: list[str]) -> tuple[RingReader, RingWriter, Waiter, Doorbe
     reader = RingReader(Segment.attach(step_fd, step_bytes))
     writer = RingWriter(Segment.attach(output_fd, output_bytes))
     return reader, writer, Waiter(Doorbell(step_bell), spin_us), Doorbell(output_bell)
-
-

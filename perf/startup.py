@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import psutil
 
@@ -40,8 +41,7 @@ def _run() -> dict:
     ready = time.perf_counter() - began
     _first_token(port)
     first = time.perf_counter() - began
-    maps = open(f"/proc/{process.pid}/maps").read()
-    assert "libtorch" not in maps, "the engine process maps libtorch"
+    assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text(), "the engine process maps libtorch"
     (worker,) = running.stats.children()
     result = {
         "first_token_seconds": round(first, 2),
@@ -66,5 +66,3 @@ def _first_token(port: int) -> None:
             if line.startswith(b"data: {") and json.loads(line[6:])["choices"][0]["delta"].get("content"):
                 return
     raise AssertionError("no token came")
-
-

@@ -71,8 +71,15 @@ class Completion:
             text = self.detokenizer.push(token)
         stopped = self.detokenizer.stopped
         if finish is None and stopped is None:
-            cached = self.request.num_cached_tokens
-            self._emit(Delta(index=self.index, text=text, token_ids=(token,), logprobs=logprobs, num_cached_tokens=cached))
+            self._emit(
+                Delta(
+                    index=self.index,
+                    text=text,
+                    token_ids=(token,),
+                    logprobs=logprobs,
+                    num_cached_tokens=self.request.num_cached_tokens,
+                )
+            )
             return False
         self.finish(
             FinishReason.STOP if stopped is not None else finish or FinishReason.STOP,

@@ -11,7 +11,9 @@ import functools
 import secrets
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -20,6 +22,7 @@ from slipring.runtime.chat_template import ChatTemplate
 from slipring.runtime.completion import Completion
 from slipring.runtime.config import ConfigError, EngineConfig, ResolvedConfig, resolve
 from slipring.runtime.detokenizer import Detokenizer
+from slipring.runtime.garbage import IdleCollector
 from slipring.runtime.metrics import Metrics, Stats
 from slipring.runtime.model import ModelError, open_model
 from slipring.runtime.replica import Replica, ReplicaDeadError
@@ -38,9 +41,15 @@ from slipring.shm import wire
 __all__ = ["ConfigError", "Engine", "Health", "HealthState", "ModelError", "StartupError", "StartupEvent"]
 
 _LONG_TEXT = 8192
-"""Characters from which a text is tokenized off the loop: about a millisecond's work."""
-_LONG_PROMPT = 8192
-"""Tokens from which a prompt's block hashes are computed off the loop."""
+"""Characters from which a text is rendered or tokenized off the loop: about a millisecond's work."""
+_TEXT_THREADS = 2
+"""Long texts at work at once; more wait their turn, so that they cannot crowd out the loop."""
+_HASH_SLICE = 512
+"""Blocks hashed in one turn of the loop, about half a millisecond. A thread would hold the interpreter's lock for
+longer than that at a time."""
+
+
+T = TypeVar("T")
 
 
 class HealthState(Enum):
@@ -87,6 +96,7 @@ class Engine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._died = asyncio.Event()
+        self._text_pool = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="slipring-text")
         self._seeds = secrets.SystemRandom() if config.seed == 0 else np.random.default_rng(config.seed)
         self._replica: Replica
 
@@ -156,11 +166,16 @@ class Engine:
             self._end_all("the server is shutting down")
         if hasattr(self, "_replica"):
             await self._replica.shut_down(timeout_s=2.0)
+        self._text_pool.shutdown(wait=False, cancel_futures=True)
 
     async def wait_dead(self) -> str:
         """Returns, with the reason, when the engine can serve no more."""
         await self._died.wait()
         return self._dead_reason or ""
+
+    def collect_when_idle(self) -> None:
+        """Run the garbage collector in idle moments only. For processes that do nothing but serve."""
+        self._replica.collector = IdleCollector()
 
     @property
     def worker_last_lines(self) -> list[str]:
@@ -185,13 +200,7 @@ class Engine:
         self._live[generation.request_id] = completions
         self._idle.clear()
         self._metrics.prompt_tokens += len(prompt)
-        requests = [completion.request for completion in completions]
-        if len(prompt) < _LONG_PROMPT or not self.config.user.enable_prefix_caching:
-            self._enqueue(requests)
-        else:
-            loop = asyncio.get_running_loop()
-            hashing = loop.run_in_executor(None, requests[0].hash_prompt, self.config.user.block_size)
-            hashing.add_done_callback(lambda _: self._enqueue(requests))
+        self._enqueue([completion.request for completion in completions])
 
     def abort(self, request_id: str) -> bool:
         """Forget a request; its sink is called no more. False when it is not live."""
@@ -203,14 +212,18 @@ class Engine:
                 completion.finished = True
                 self._metrics.finished[FinishReason.ABORT.value] += 1
                 self._replica.abort(completion.request)
-        self._note_idle()
+        self._forget(completions)
         return True
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; long texts are tokenized off the loop."""
-        if len(text) < _LONG_TEXT:
-            return self.tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+        return await self.text_work(len(text), self.tokenizer.encode, text, add_special_tokens)
+
+    async def text_work(self, size: int, function: Callable[..., T], *arguments: object) -> T:
+        """Call `function`, whose work is on `size` characters: here when they are few, else in a bounded pool."""
+        if size < _LONG_TEXT:
+            return function(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._text_pool, function, *arguments)
 
     def draw_seed(self) -> int:
         """A seed for a request that brought none."""
@@ -300,23 +313,27 @@ class Engine:
         return completions
 
     def _enqueue(self, requests: list[Request]) -> None:
-        """Hash what is not hashed yet and hand over to the replica, unless aborted or dead in the meantime."""
+        """Hash the prompt, a slice each turn of the loop, then hand over what was not aborted in the meantime."""
+        first = requests[0]
+        if self.config.user.enable_prefix_caching and not first.hash_prompt(self.config.user.block_size, _HASH_SLICE):
+            asyncio.get_running_loop().call_soon(self._enqueue, requests)
+            return
         for request in requests:
-            if request.owner.finished:
-                continue
-            if self.config.user.enable_prefix_caching:
-                request.hash_prompt(self.config.user.block_size)
-            self._replica.add(request)
+            if request.owner is not None and not request.owner.finished:
+                request.block_hashes = first.block_hashes.copy()
+                self._replica.add(request)
 
     def _deliver(self, request_id: str, sink: Sink, delta) -> None:
         if delta.finish_reason is not None:
             completions = self._live.get(request_id)
             if completions is not None and all(completion.finished for completion in completions):
                 del self._live[request_id]
-                self._note_idle()
+                self._forget(completions)
         sink(delta)
 
-    def _note_idle(self) -> None:
+    def _forget(self, completions: list[Completion]) -> None:
+        for completion in completions:
+            completion.request.owner = None  # the two hold each other: no cycle is left for the collector
         if not self._live:
             self._idle.set()
 

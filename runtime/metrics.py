@@ -45,7 +45,7 @@ class Metrics:
     def __init__(self) -> None:
         self.prompt_tokens = 0
         self.generation_tokens = 0
-        self.finished = dict.fromkeys(("stop", "length", "abort", "error"), 0)
+        self.finished: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error"), 0)
         self.rejected = 0
         self.ttft_s = Histogram.empty(TTFT_BOUNDS)
         self.itl_s = Histogram.empty(ITL_BOUNDS)

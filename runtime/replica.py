@@ -24,6 +24,7 @@ import msgspec
 
 from slipring.runtime.completion import Completion
 from slipring.runtime.config import ResolvedConfig
+from slipring.runtime.garbage import IdleCollector, NullCollector
 from slipring.runtime.pacing import Pacer
 from slipring.runtime.request import TokenLogprob
 from slipring.runtime.worker_process import WorkerProcess
@@ -81,6 +82,7 @@ class Replica:
         self._closing = False
         self.dead_reason: str | None = None
         self.worker = WorkerProcess(self._on_worker_exit)
+        self.collector: NullCollector | IdleCollector = NullCollector()
         self.scheduler: Scheduler
 
     # --- life ---------------------------------------------------------------------------------------------------
@@ -201,7 +203,8 @@ class Replica:
                     self._deliver(returned, self._output_views[slot])
                     self.scheduler.index_returned_blocks()
                 self._outputs.advance()
-            self._check_when_idle()
+            if self.is_ready:
+                self._settle()
         except (ProtocolError, msgspec.DecodeError) as error:
             self._fail(f"protocol fault between engine and worker: {error}")
         except Exception as error:
@@ -236,7 +239,9 @@ class Replica:
         now = time.monotonic()
         ends = {id(request): (reason, token) for request, reason, token in returned.finished}
         for request, token, entry in zip(returned.requests, returned.tokens, returned.entries, strict=True):
-            completion: Completion = request.owner
+            completion: Completion | None = request.owner
+            if completion is None:
+                continue  # a sink of this very step has aborted it
             reason, stop_token = ends.get(id(request), (None, None)) if ends else (None, None)
             if reason is FinishReason.ERROR:
                 completion.finish(reason, now, error="the model's output was not finite for this request")
@@ -267,8 +272,10 @@ class Replica:
             self._timer.cancel()
             self._timer = None
 
-    def _check_when_idle(self) -> None:
-        if self._config.user.debug_integrity and self.is_ready and not self.scheduler.num_in_flight:
+    def _settle(self) -> None:
+        idle = not self.scheduler.num_in_flight
+        self.collector.after_step(idle)
+        if idle and self._config.user.debug_integrity:
             self.scheduler.check_integrity()
 
     @property

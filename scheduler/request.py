@@ -34,7 +34,7 @@ class FinishReason(Enum):
 
 
 class Request:
-    """Made at submit (`hash_prompt` may be called off the loop), then owned by one scheduler."""
+    """Made at submit, where its prompt is hashed, then owned by one scheduler."""
 
     __slots__ = (
         "arrival",
@@ -92,12 +92,12 @@ class Request:
         self.block_hashes: list[bytes] = []
         """Hashes of the leading full blocks, as far as they have been computed."""
 
-    def hash_prompt(self, block_size: int) -> None:
-        """Compute the hashes of the prompt's full blocks, or share the leader's, which are the same."""
-        if self.leader is not None and self.leader.block_hashes and self.leader.root == self.root:
-            self.block_hashes = self.leader.block_hashes[: self.num_prompt // block_size]
-        else:
-            self.block_hashes = extend_chain(self.root, self.token_ids, block_size)
+    def hash_prompt(self, block_size: int, most: int | None = None) -> bool:
+        """Compute the hashes of the prompt's full blocks, at most `most` more; whether all are there now."""
+        whole = self.num_prompt // block_size
+        target = whole if most is None else min(whole, len(self.block_hashes) + most)
+        self.extend_hashes(self.token_ids, target, block_size)
+        return target == whole
 
     def extend_hashes(self, token_ids: NDArray[np.int32], num_full: int, block_size: int) -> None:
         """Make sure that the hashes of the first `num_full` blocks of `token_ids` are there."""

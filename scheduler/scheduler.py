@@ -208,7 +208,9 @@ class Scheduler:
                 return due.size
             self._preempt(self._victim())
 
-    def _append_blocks(self, view: StepInputView, due: NDArray[np.intp], blocks: NDArray[np.int32]) -> NDArray[np.int32]:
+    def _append_blocks(
+        self, view: StepInputView, due: NDArray[np.intp], blocks: NDArray[np.int32]
+    ) -> NDArray[np.int32]:
         """Returns how far each entry is from its next growth."""
         decode, count = self.decode, due.size
         rows, index = decode.row[due], decode.num_blocks[due]
@@ -402,7 +404,7 @@ class Scheduler:
         accepted = view.num_accepted[:num][entries]
         if not accepted.all():
             drew = accepted.nonzero()[0]
-            entries = drew if entries is _ALL else entries[drew]
+            entries = drew if isinstance(entries, slice) else entries[drew]
             rows = rows[drew]
         returned = self._take_tokens(step, view, entries, rows)
         self.rows.returned(step_id)
@@ -435,7 +437,7 @@ class Scheduler:
         failed = view.num_accepted[:num][entries] < 0
         request_of = self._request_of
         requests: list[Request] = [request_of[row] for row in rows.tolist()]  # type: ignore[misc]
-        numbers = list(range(num)) if entries is _ALL else entries.tolist()  # type: ignore[union-attr]
+        numbers = list(range(num)) if isinstance(entries, slice) else entries.tolist()
         returned = Returned(step, requests, drawn.tolist(), numbers)
         ends = ((at >= self._limit[rows]) | (self._stop_uses[drawn] > 0) | failed).nonzero()[0]
         for index in ends.tolist():
@@ -444,17 +446,18 @@ class Scheduler:
 
     def _maybe_finish(self, returned: Returned, index: int, failed: bool) -> None:
         request, token = returned.requests[index], returned.tokens[index]
+        stop_token = None
         if failed:
-            verdict = (FinishReason.ERROR, None)
+            reason = FinishReason.ERROR
         elif token in request.stop_token_ids:
-            verdict = (FinishReason.STOP, token)
+            reason, stop_token = FinishReason.STOP, token
         elif self._num_tokens[request.row] >= request.limit:
-            verdict = (FinishReason.LENGTH, None)
+            reason = FinishReason.LENGTH
         else:
             return
         self._end_row(request, keep=not failed)
         request.status = RequestStatus.FINISHED
-        returned.finished.append((request, *verdict))
+        returned.finished.append((request, reason, stop_token))
 
     def index_returned_blocks(self) -> None:
         """Put the blocks that lately became full into the prefix index. Call it when nothing waits for you."""

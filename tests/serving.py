@@ -31,7 +31,8 @@ class Server:
     def __init__(self, *arguments: str, model: str = "smollm2", environment: dict[str, str] | None = None) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._command = [sys.executable, "-m", "slipring.http.cli", "serve", model, "--port", str(self.port), *arguments]
+        serve = [sys.executable, "-m", "slipring.http.cli", "serve", model]
+        self._command = [*serve, "--port", str(self.port), *arguments]
         self._environment = {**os.environ, **(environment or {})}
         self.process: subprocess.Popen[str]
         self.output = ""

@@ -106,7 +106,7 @@ def _watcher(url: str) -> Callable[[str], float]:
 
 def _open(url: str, prompt: str) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
-    body = '{"prompt": "%s", "max_tokens": 2000, "stream": true, "ignore_eos": true}' % prompt
+    body = json.dumps({"prompt": prompt, "max_tokens": 2000, "stream": True, "ignore_eos": True})
     connection = socket.create_connection((host, int(port)))
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     connection.sendall(f"{head}\r\n\r\n{body}".encode())

@@ -20,7 +20,8 @@ from slipring.runtime.engine import Engine
 from slipring.runtime.request import Delta, GenerationRequest
 from slipring.shm.params import SamplingParams
 
-WORDS = "the ocean is wide and a small boat goes over it while people on land wait for news of rain wind or fish".split()
+TEXT = "the ocean is wide and a small boat goes over it while people on land wait for news of rain wind or fish"
+WORDS = TEXT.split()
 NUM_STREAMS = 64
 SMALL_POOL = {"block_size": 4, "num_gpu_blocks_override": 64}
 """256 tokens: the longest stream fits alone, and little beside it."""

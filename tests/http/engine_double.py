@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 from slipring.runtime.chat_template import ChatTemplate
 from slipring.runtime.engine import Health, HealthState
@@ -88,6 +90,9 @@ class EngineDouble:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens)
+
+    async def text_work(self, size: int, function: Callable[..., Any], *arguments: object) -> Any:
+        return function(*arguments)
 
     def stats(self) -> Stats:
         m = self.metrics

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from slipring.http import config as limits
 from slipring.runtime.request import SamplingParams
 from slipring.shm.spec import SamplingDefaults
 from tests.http.calls import CHAT, COMPLETIONS, HELLO, call, make_api, refused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -164,6 +165,30 @@ def test_abort_frees_everything_and_is_silent() -> None:
             await asyncio.sleep(0.05)
             assert len(stream.deltas) == seen
             assert engine.stats().finished["abort"] == 1
+
+    run(scenario())
+
+
+def test_a_request_leaves_nothing_for_the_garbage_collector() -> None:
+    """Cycles would pile up until a collection, which delays everybody's tokens."""
+
+    async def scenario() -> None:
+        async with running() as engine:
+            await submit(engine, ask([1, 2, 3])).wait()
+            gc.collect()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            try:
+                await submit(engine, ask([1, 2, 3], n=2)).wait()
+                aborted = ask([4, 5], 400)
+                submit(engine, aborted)
+                await asyncio.sleep(0.05)
+                engine.abort(aborted.request_id)
+                await settled(engine)
+                gc.collect()
+                assert [item for item in gc.garbage if type(item).__module__.startswith("slipring")] == []
+            finally:
+                gc.set_debug(0)
+                gc.garbage.clear()
 
     run(scenario())
 

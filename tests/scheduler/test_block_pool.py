@@ -48,7 +48,10 @@ class SlowPool:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 12), st.lists(st.tuples(st.sampled_from("pop release take insert".split()), st.integers(0, 40))))
+@given(
+    st.integers(1, 12),
+    st.lists(st.tuples(st.sampled_from(["pop", "release", "take", "insert"]), st.integers(0, 40))),
+)
 def test_against_the_slow_model(num_blocks: int, operations: list[tuple[str, int]]) -> None:
     pool, slow = BlockPool(num_blocks), SlowPool(num_blocks)
     holders: list[list[int]] = []

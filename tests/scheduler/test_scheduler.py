@@ -38,10 +38,12 @@ class Harness:
         self.scheduler = Scheduler(self.config, self.table, VOCAB)
         self.device = SimulatedDevice(self.table, self.config.num_blocks, VOCAB)
         step_shape = StepShape.of(self.config.max_num_seqs, 0, self.config.block_size)
-        self.inputs = [StepInputView(memoryview(bytearray(step_shape.input_bytes)), step_shape) for _ in range(depth + 2)]
-        self.outputs = [
-            StepOutputView(memoryview(bytearray(step_shape.output_bytes)), step_shape) for _ in range(depth + 2)
+        payloads = [
+            [memoryview(bytearray(size)) for _ in range(depth + 2)]
+            for size in (step_shape.input_bytes, step_shape.output_bytes)
         ]
+        self.inputs = [StepInputView(payload, step_shape) for payload in payloads[0]]
+        self.outputs = [StepOutputView(payload, step_shape) for payload in payloads[1]]
         self.depth = depth
         self.unrun: deque[int] = deque()
         self.ran: deque[int] = deque()
@@ -303,9 +305,7 @@ def test_any_order_of_events(operations, depth, caching, policy, num_blocks, num
                 if leader is not None:
                     prompt = leader.token_ids[: leader.num_prompt].tolist()
                 stop = (2,) if kind == 1 else ()
-                requests.append(
-                    harness.add(prompt, max_tokens, seed=kind, stop=stop, priority=priority, leader=leader)
-                )
+                requests.append(harness.add(prompt, max_tokens, seed=kind, stop=stop, priority=priority, leader=leader))
             case ("abort", index) if requests:
                 request = requests[index % len(requests)]
                 if harness.scheduler.abort(request):
