@@ -84,4 +84,4 @@ class ControlPlane:
             assert step is not None
             self.answer(step)
             self.update(step)
-            self.scheduler.index_returned_blocks()
+            self.scheduler.settle()

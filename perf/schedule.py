@@ -68,7 +68,7 @@ def _pure_decode(rows: int, steps: int, seed: int) -> np.ndarray:
             assert (step.view.num_tokens[:rows] == 1).all()
             plane.answer(step)
             plane.update(step)
-            plane.scheduler.index_returned_blocks()
+            plane.scheduler.settle()
             done += 1
     finally:
         gc.enable()
@@ -104,7 +104,7 @@ def _with_arrivals(seed: int, steps: int, length: int, max_tokens: int, at_once:
             assert step is not None and step.num_chunk_tokens > 0 and step.num_decode >= 256
             plane.answer(step)
             plane.update(step)
-            plane.scheduler.index_returned_blocks()
+            plane.scheduler.settle()
     finally:
         gc.enable()
         gc.unfreeze()

@@ -64,7 +64,7 @@ def _update(rows: int, steps: int, seed: int) -> np.ndarray:
         returned = plane.update(step)
         times[index] = (time.perf_counter_ns() - began) / 1e3
         assert len(returned.requests) == len(returned.tokens) == rows and not returned.finished
-        plane.scheduler.index_returned_blocks()
+        plane.scheduler.settle()
     gc.enable()
     gc.unfreeze()
     plane.scheduler.check_integrity()

@@ -5,7 +5,7 @@ The loop (`_on_doorbell`) runs once for each returned step, entirely in one call
     update    what came back changes the scheduler's state
     publish   the next step goes out, so that the device never waits for what follows
     deliver   tokens become text and reach their sinks (client I/O)
-    index     blocks that became full enter the prefix cache
+    settle    blocks that became full enter the prefix cache; rows get the blocks that they will soon need
     pace      if the pipeline has room, a timer for the moment shortly before the running step's end
 
 With pipeline depth 1 the same code runs; `publish` then only finds room when nothing is in flight. Nothing polls:
@@ -189,7 +189,7 @@ class Replica:
     # --- the step loop ------------------------------------------------------------------------------------------
 
     def _on_doorbell(self) -> None:
-        """One returned step: update, publish, deliver, index, pace. See the module's docstring for the order."""
+        """One returned step: update, publish, deliver, settle, pace. See the module's docstring for the order."""
         self._output_bell.clear()
         try:
             while (slot := self._outputs.try_read()) is not None:
@@ -201,7 +201,7 @@ class Replica:
                     self._pacer.returned(time.monotonic())
                     self._pump()
                     self._deliver(returned, self._output_views[slot])
-                    self.scheduler.index_returned_blocks()
+                    self.scheduler.settle()
                 self._outputs.advance()
             if self.is_ready:
                 self._settle()

@@ -14,8 +14,10 @@ search: `grow_in` and `done_in` are lower bounds on the steps until a row needs 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slipring.scheduler.request import Request
+from slipring.shm.wire import StepInputView
 
 NEVER = 2**30
 """A position that no row reaches."""
@@ -30,21 +32,19 @@ class DecodeRows:
         self.start = np.zeros(capacity, np.int32)
         self.grow_at = np.zeros(capacity, np.int32)
         self.last = np.zeros(capacity, np.int32)
-        self.num_blocks = np.zeros(capacity, np.int32)
         self.requests: list[Request] = []
         self._index_of_row = np.full(num_rows, -1, np.int32)
 
     def __contains__(self, row: int) -> bool:
         return self._index_of_row[row] >= 0
 
-    def add(self, request: Request, generation: int, start: int, num_blocks: int, block_size: int) -> None:
+    def add(self, request: Request, generation: int, start: int, border: int) -> None:
+        """`border`: the first position beyond the blocks that the row has."""
         at = self.num
         self.row[at] = request.row
         self.generation[at] = generation
         self.start[at] = start
         self.last[at] = request.limit - 1
-        self.num_blocks[at] = num_blocks
-        border = num_blocks * block_size
         self.grow_at[at] = border if border < request.limit - 1 else NEVER
         self.grow_in = min(self.grow_in, border - start)
         self.done_in = min(self.done_in, request.limit - 1 - start)
@@ -54,7 +54,7 @@ class DecodeRows:
 
     def remove(self, row: int) -> None:
         at, end = int(self._index_of_row[row]), self.num - 1
-        for column in (self.row, self.generation, self.start, self.grow_at, self.last, self.num_blocks):
+        for column in (self.row, self.generation, self.start, self.grow_at, self.last):
             column[at] = column[end]
         self.requests[at] = self.requests[end]
         self.requests.pop()
@@ -86,3 +86,37 @@ class DecodeRows:
         assert rows == [request.row for request in self.requests], "a dense row is not its request's"
         assert [int(self._index_of_row[row]) for row in rows] == list(range(self.num)), "row index is off"
         assert int((self._index_of_row >= 0).sum()) == self.num, "a row that left is still indexed"
+
+
+class PendingAppends:
+    """Block appends that have been entered into the table and go out with the next step, at most one for each row."""
+
+    def __init__(self, capacity: int) -> None:
+        self.count = 0
+        self._rows = np.zeros(capacity, np.int32)
+        self._index = np.zeros(capacity, np.int32)
+        self._blocks = np.zeros(capacity, np.int32)
+
+    def add(self, rows: NDArray[np.int32], index: NDArray[np.int32], blocks: NDArray[np.int32]) -> None:
+        at, end = self.count, self.count + len(rows)
+        self._rows[at:end] = rows
+        self._index[at:end] = index
+        self._blocks[at:end] = blocks
+        self.count = end
+
+    def drain(self, view: StepInputView) -> int:
+        """Write them to the beginning of the step's appends; returns how many."""
+        count, self.count = self.count, 0
+        view.append_rows[:count] = self._rows[:count]
+        view.append_index[:count] = self._index[:count]
+        view.append_blocks[:count] = self._blocks[:count]
+        return count
+
+    def forget(self, row: int) -> None:
+        """The row has ended: an append of its admission must not reach the row's next one."""
+        if self.count:
+            keep = (self._rows[: self.count] != row).nonzero()[0]
+            count = len(keep)
+            for column in (self._rows, self._index, self._blocks):
+                column[:count] = column[keep]
+            self.count = count

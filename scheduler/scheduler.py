@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from slipring.scheduler.block_pool import BlockPool
 from slipring.scheduler.config import SchedulerConfig
-from slipring.scheduler.decode_rows import NEVER, DecodeRows
+from slipring.scheduler.decode_rows import NEVER, DecodeRows, PendingAppends
 from slipring.scheduler.request import FinishReason, Request, RequestStatus
 from slipring.scheduler.rows import RowAllocator
 from slipring.scheduler.waiting import WaitingQueue
@@ -37,10 +37,13 @@ from slipring.shm.table import BatchTable
 from slipring.shm.wire import StepFlag, StepInputView, StepOutputView
 
 _LOOK_AHEAD = 8
-"""Steps by which a decode row gets its next block before it needs it."""
+"""A decode row gets its next block at most so many steps before it needs it."""
+_LOOK_EVERY = 4
+"""`settle` looks for such rows when somebody may need a block within so many steps; more than the pipeline's depth."""
 _DECODE_FLAGS = int(StepFlag.SAMPLE | StepFlag.LAST_TOKEN)
 
 
+_Int32Array = NDArray[np.int32]
 _Entries = NDArray[np.intp] | slice
 _ALL = slice(None)
 """Every entry of a step, as an index that copies nothing."""
@@ -108,6 +111,8 @@ class Scheduler:
         self._num_hashed = np.zeros(num_rows, np.int32)
         self._limit = np.zeros(num_rows, np.int32)
         self._num_blocks = np.zeros(num_rows, np.int32)
+        self._pending = PendingAppends(config.max_num_seqs)
+        self._flat_block_table = table.block_table.reshape(-1)
         self._stop_uses = np.zeros(vocab_size, np.int32)
         self._block_shift = config.block_size.bit_length() - 1
         self._to_index: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]] = []
@@ -158,7 +163,9 @@ class Scheduler:
         if decode.done_in <= 0:
             for row in decode.done_rows():
                 decode.remove(row)
-        num_appends = self._grow(view) if decode.grow_in <= 0 else 0
+        num_appends = self._pending.drain(view) if self._pending.count else 0
+        if decode.grow_in <= 0:
+            num_appends = self._grow(view, num_appends)
         num = decode.num
         view.rows[:num] = decode.row[:num]
         view.generation[:num] = decode.generation[:num]
@@ -186,45 +193,53 @@ class Scheduler:
         self.counters.num_steps += 1
         return step
 
-    def _grow(self, view: StepInputView) -> int:
-        """Give a block to every decode row that will soon need one.
+    def _grow(self, view: StepInputView, at: int) -> int:
+        """Give a block to every decode row that needs one now, which `settle` could not give it before.
 
-        Looking `_LOOK_AHEAD` steps ahead makes this the exception. Returns the number of block appends written to
-        `view`. Preempts when the pool is empty and a row cannot go on.
+        Preempts when the pool is empty. Writes its appends from entry `at` on; returns how many there are then.
         """
-        decode, pool = self.decode, self.pool
+        decode = self.decode
         while True:
-            num = decode.num
-            left = decode.grow_at[:num] - decode.start[:num]
-            due = (left < _LOOK_AHEAD).nonzero()[0]
-            blocks = pool.pop(due.size)
-            if blocks is None:
-                due = (left <= 0).nonzero()[0]
-                blocks = pool.pop(due.size)
+            left = decode.grow_at[: decode.num] - decode.start[: decode.num]
+            due = (left <= 0).nonzero()[0]
+            blocks = self.pool.pop(due.size)
             if blocks is not None:
-                if due.size:
-                    left[due] = self._append_blocks(view, due, blocks)
-                decode.grow_in = int(left.min(initial=NEVER))
-                return due.size
+                break
+            # An append of the victim may stand in `view` already. It can do no harm: a step that preempts admits
+            # nobody, so the row is nobody's when the worker reads it.
             self._preempt(self._victim())
+        decode.grow_in = 1
+        rows, index = self._append_blocks(due, blocks)
+        end = at + due.size
+        view.append_rows[at:end] = rows
+        view.append_index[at:end] = index
+        view.append_blocks[at:end] = blocks
+        return end
 
-    def _append_blocks(
-        self, view: StepInputView, due: NDArray[np.intp], blocks: NDArray[np.int32]
-    ) -> NDArray[np.int32]:
-        """Returns how far each entry is from its next growth."""
-        decode, count = self.decode, due.size
-        rows, index = decode.row[due], decode.num_blocks[due]
-        self.table.block_table[rows, index] = blocks
-        view.append_rows[:count] = rows
-        view.append_index[:count] = index
-        view.append_blocks[:count] = blocks
-        index += 1
-        decode.num_blocks[due] = index
-        self._num_blocks[rows] = index
-        border = index << self._block_shift
+    def _grow_ahead(self) -> None:
+        """Give blocks to decode rows that will need one within a few steps, while nobody waits for the scheduler."""
+        decode = self.decode
+        left = decode.grow_at[: decode.num] - decode.start[: decode.num]
+        due = (left < _LOOK_AHEAD).nonzero()[0]
+        blocks = self.pool.pop(due.size)
+        if blocks is None:
+            return  # `_grow` will give what is needed when it is needed, to those who need it most
+        # Whoever got none can go on for so long, and whoever got one has a whole block.
+        decode.grow_in = min(_LOOK_AHEAD, self.config.block_size)
+        self._pending.add(*self._append_blocks(due, blocks), blocks)
+
+    def _append_blocks(self, due: NDArray[np.intp], blocks: NDArray[np.int32]) -> tuple[_Int32Array, _Int32Array]:
+        """Enter blocks into the table; returns (rows, index in their block tables)."""
+        decode = self.decode
+        rows = decode.row[due]
+        index = self._num_blocks[rows]
+        self._flat_block_table[rows * self.table.shape.max_blocks + index] = blocks
+        num_blocks = index + 1
+        self._num_blocks[rows] = num_blocks
+        border = num_blocks << self._block_shift
         border[border >= decode.last[due]] = NEVER
         decode.grow_at[due] = border
-        return border - decode.start[due]
+        return rows, index
 
     # --- prompts: chunks and admissions ---------------------------------------------------------------------
 
@@ -345,8 +360,8 @@ class Scheduler:
             flags |= int(StepFlag.SAMPLE)
             self._prefilling.remove(request)
             if end < request.limit - 1:
-                generation, blocks = int(self.table.generation[row]), int(self._num_blocks[row])
-                self.decode.add(request, generation, end, blocks, self.config.block_size)
+                border = int(self._num_blocks[row]) * self.config.block_size
+                self.decode.add(request, int(self.table.generation[row]), end, border)
         view.rows[at] = row
         view.generation[at] = self.table.generation[row]
         view.start[at] = start
@@ -378,6 +393,7 @@ class Scheduler:
             self._index_blocks(request, int(self._num_computed[row]) // self.config.block_size)
         if row in self.decode:
             self.decode.remove(row)
+            self._pending.forget(row)
         elif request in self._prefilling:
             self._prefilling.remove(request)
         self.pool.release(self.table.block_table[row, : self._num_blocks[row]])
@@ -459,14 +475,19 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         returned.finished.append((request, reason, stop_token))
 
-    def index_returned_blocks(self) -> None:
-        """Put the blocks that lately became full into the prefix index. Call it when nothing waits for you."""
+    def settle(self) -> None:
+        """What can wait until nothing waits for the scheduler: call it after the next step has been published.
+
+        Blocks that lately became full enter the prefix index, and rows get the blocks that they will soon need.
+        """
         for rows, generations, num_full in self._to_index:
             for row, generation, full in zip(rows.tolist(), generations.tolist(), num_full.tolist(), strict=True):
                 request = self._request_of[row]
                 if request is not None and self.table.generation[row] == generation:
                     self._index_blocks(request, full)
         self._to_index.clear()
+        if self.decode.grow_in <= _LOOK_EVERY:
+            self._grow_ahead()
 
     def _index_blocks(self, request: Request, num_full: int) -> None:
         row = request.row

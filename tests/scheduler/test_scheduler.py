@@ -81,7 +81,7 @@ class Harness:
         self.ran.append(step_id)
         return True
 
-    def take_output(self, index_blocks: bool = True) -> bool:
+    def take_output(self, settle: bool = True) -> bool:
         if not self.ran:
             return False
         step_id = self.ran.popleft()
@@ -90,8 +90,8 @@ class Harness:
             self.output_of[request].append(token)
         for request, reason, _ in returned.finished:
             self.reason_of[request] = reason
-        if index_blocks:
-            self.scheduler.index_returned_blocks()
+        if settle:
+            self.scheduler.settle()
         return True
 
     def run(self, limit: int = 2000) -> None:
@@ -314,8 +314,8 @@ def test_any_order_of_events(operations, depth, caching, policy, num_blocks, num
                 harness.publish()
             case ("device",):
                 harness.run_device()
-            case ("output", index_blocks):
-                harness.take_output(index_blocks)
+            case ("output", settle):
+                harness.take_output(settle)
         harness.scheduler.check_integrity()
     harness.run()
     for request in requests:
