@@ -38,11 +38,12 @@ def build_runner(config: WorkerConfig, link: Link) -> Runner:
     clock = PhaseClock()
     torch.set_num_threads(config.num_threads)
     link.beat(Phase.LOADING)
-    kv = KvCache.for_worker(config)
     weights = Weights(config.model, DTYPES[config.dtype], link.progress)
     with torch.inference_mode():
         model = build_model(config.model, weights, config.max_model_len)
     weights.close()
+    # After the weights: what is still available then is what the pool may have.
+    kv = KvCache.for_worker(config)
     clock.lap("load")
     runner = Runner(config, model, kv, link.table)
     link.beat(Phase.COMPILING)
