@@ -1,12 +1,16 @@
 """The whole path with a worker that returns tokens at once: what the engine process itself costs.
 
 Engine on one core, worker and client on the other. CPU per token is the engine process's own user and system time,
-HTTP, scheduling, detokenizing and the ring included.
+HTTP, scheduling, detokenizing and the ring included. Loop lag is what a GET /health on a kept connection takes beside
+the load: it waits for its turn of the loop like everything else.
 """
 
 from __future__ import annotations
 
 import statistics
+import threading
+import time
+from http.client import HTTPConnection
 
 from perf.figure import Measurement, Options, percentile
 from perf.serving import drive, instant_server
@@ -41,7 +45,8 @@ def _median(key: str, rows: list[dict]) -> float:
 
 def _streams(server, num_streams: int, num_tokens: int) -> dict:
     before = server.cpu_s()
-    outcome = drive(server, num_streams, num_tokens)
+    with LagProbe(server.port) as probe:
+        outcome = drive(server, num_streams, num_tokens)
     cpu = server.cpu_s() - before
     assert outcome["num_errors"] == 0, outcome["errors"]
     total = num_streams * num_tokens
@@ -52,4 +57,32 @@ def _streams(server, num_streams: int, num_tokens: int) -> dict:
         "ttft_p50_ms": percentile(outcome["ttft_s"], 50) * 1e3,
         "itl_p50_ms": percentile(outcome["gaps_s"], 50) * 1e3,
         "itl_p99_ms": percentile(outcome["gaps_s"], 99) * 1e3,
+        "loop_lag_p50_ms": percentile(probe.lags_s, 50) * 1e3,
+        "loop_lag_p99_ms": percentile(probe.lags_s, 99) * 1e3,
     }
+
+
+class LagProbe(threading.Thread):
+    """Asks for /health every 20 ms while it is entered."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True)
+        self._connection = HTTPConnection("127.0.0.1", port)
+        self._stop_asked = threading.Event()
+        self.lags_s: list[float] = []
+
+    def run(self) -> None:
+        while not self._stop_asked.wait(0.02):
+            began = time.perf_counter()
+            self._connection.request("GET", "/health")
+            assert self._connection.getresponse().read()
+            self.lags_s.append(time.perf_counter() - began)
+
+    def __enter__(self) -> LagProbe:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop_asked.set()
+        self.join()
+        self._connection.close()
