@@ -104,6 +104,14 @@ class BlockPool:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
 
+    def forget(self, blocks: Int32Array) -> None:
+        """Drop what is known of held blocks, because their content cannot be trusted."""
+        for block in blocks.tolist():
+            block_hash = self._hash_of[block]
+            if block_hash is not None:
+                del self._block_of[block_hash]
+                self._hash_of[block] = None
+
     def forget_all(self) -> None:
         """Drop the whole prefix index; held blocks stay held."""
         for block in self._block_of.values():

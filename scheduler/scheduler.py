@@ -306,6 +306,11 @@ class Scheduler:
         row = self.rows.hand_out()
         if row is None:
             return False
+        try:
+            self.table.write_params(row, request.params)  # may refuse, so before anything else is taken
+        except ValueError:
+            self.rows.end(row, self._next_step_id - 1)
+            raise
         # commit
         self.pool.take(cached)
         fresh = self.pool.pop(need)
@@ -325,7 +330,7 @@ class Scheduler:
         return self.pool.match(request.block_hashes[:whole])
 
     def _count_hits(self, request: Request, num_cached: int) -> None:
-        if request.num_preemptions == 0:
+        if request.num_preemptions == 0 and self.config.enable_prefix_caching:
             request.num_cached_tokens = num_cached
             self.counters.prefix_queries += request.num_prompt
             self.counters.prefix_hits += num_cached
@@ -340,7 +345,6 @@ class Scheduler:
         table.num_prompt[row] = request.num_prompt
         table.num_known[row] = num_known
         table.num_blocks[row] = num_blocks
-        table.write_params(row, request.params)
         self._num_tokens[row] = num_known
         self._num_computed[row] = self._num_scheduled[row] = num_cached
         self._num_hashed[row] = len(cached)
@@ -387,16 +391,19 @@ class Scheduler:
         self.waiting.push(request)
 
     def _end_row(self, request: Request, keep: bool = True) -> None:
-        """Give back the row (after quarantine) and the blocks; with `keep`, what they hold stays in the index."""
+        """Give back the row (after quarantine) and the blocks; without `keep`, what they hold is trusted no more."""
         row = request.row
+        blocks = self.table.block_table[row, : self._num_blocks[row]]
         if keep:
             self._index_blocks(request, int(self._num_computed[row]) // self.config.block_size)
+        else:
+            self.pool.forget(blocks)
         if row in self.decode:
             self.decode.remove(row)
             self._pending.forget(row)
         elif request in self._prefilling:
             self._prefilling.remove(request)
-        self.pool.release(self.table.block_table[row, : self._num_blocks[row]])
+        self.pool.release(blocks)
         self._stop_uses[list(request.stop_token_ids)] -= 1
         self._request_of[row] = None
         self.rows.end(row, self._next_step_id - 1)
@@ -486,7 +493,7 @@ class Scheduler:
                 if request is not None and self.table.generation[row] == generation:
                     self._index_blocks(request, full)
         self._to_index.clear()
-        if self.decode.grow_in <= _LOOK_EVERY:
+        if self.decode.grow_in <= _LOOK_EVERY and not self._pending.count:
             self._grow_ahead()
 
     def _index_blocks(self, request: Request, num_full: int) -> None:

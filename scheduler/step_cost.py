@@ -1,6 +1,6 @@
 """What a step costs: one linear model, fitted to measured steps as they return.
 
-    seconds ≈ base + per_row * rows + per_token * prompt tokens + per_context * attended tokens / 1024
+    seconds ≈ base + per_row * rows + per_token * prompt tokens + per_context * attended tokens
 
 Recursive least squares with forgetting. It paces the pipeline (when to publish the next step), sizes the chunk of a
 mixed step under an inter-token-latency target, and is the yardstick for "this step takes too long".
@@ -11,19 +11,21 @@ from __future__ import annotations
 import numpy as np
 
 _FORGET = 0.99
-_CONTEXT_UNIT = 1024.0
+_SCALE = np.array([1.0, 1 / 64, 1 / 256, 1 / 16384])
+"""Brings the features to about one, so that one bound fits all directions of the covariance."""
+_MOST_UNCERTAIN = 10.0
+"""Bound on the covariance's trace: without excitation in a direction forgetting would let it grow for ever."""
 
 
 class StepCost:
     def __init__(self) -> None:
         self._weights = np.zeros(4)
-        # How little is known about each weight: wide open at first, so that the first few steps set them.
-        self._covariance = np.diag([1.0, 1e-2, 1e-3, 1e-2])
+        self._covariance = np.eye(4) * _MOST_UNCERTAIN / 4
         self.num_observed = 0
 
     @staticmethod
     def _features(num_rows: int, num_chunk_tokens: int, num_context: int) -> np.ndarray:
-        return np.array([1.0, num_rows, num_chunk_tokens, num_context / _CONTEXT_UNIT])
+        return np.array([1.0, num_rows, num_chunk_tokens, num_context]) * _SCALE
 
     def observe(self, num_rows: int, num_chunk_tokens: int, num_context: int, seconds: float) -> None:
         """Learn from one returned step."""
@@ -31,9 +33,11 @@ class StepCost:
         gain = self._covariance @ x
         gain /= _FORGET + x @ gain
         self._weights += gain * (seconds - x @ self._weights)
-        self._covariance = (self._covariance - np.outer(gain, x @ self._covariance)) / _FORGET
-        # Without excitation in a direction its covariance would grow without bound.
-        np.clip(self._covariance, -1.0, 1.0, out=self._covariance)
+        covariance = (self._covariance - np.outer(gain, x @ self._covariance)) / _FORGET
+        # Symmetric and scaled as a whole, so that it stays positive definite and the gain keeps its sign.
+        covariance = (covariance + covariance.T) / 2
+        trace = float(np.trace(covariance))
+        self._covariance = covariance * (_MOST_UNCERTAIN / trace) if trace > _MOST_UNCERTAIN else covariance
         self.num_observed += 1
 
     def predict(self, num_rows: int, num_chunk_tokens: int, num_context: int) -> float:
@@ -42,7 +46,7 @@ class StepCost:
 
     def chunk_within(self, target_s: float, num_rows: int, num_context: int, least: int, most: int) -> int:
         """The longest chunk, in [least, most], that keeps a step with `num_rows` decode rows under `target_s`."""
-        per_token = float(self._weights[2])
+        per_token = float(self._weights[2] * _SCALE[2])
         if self.num_observed < 8 or per_token <= 0.0:
             return most
         spare = target_s - self.predict(num_rows, 0, num_context)

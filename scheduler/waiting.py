@@ -37,9 +37,9 @@ class WaitingQueue:
         self.num_tokens += len(request.token_ids)
 
     def remove(self, request: Request) -> None:
-        """Take it out of line, wherever it stands. Its heap entry goes when it surfaces."""
-        del self._waiting[id(request)]
-        self.num_tokens -= len(request.token_ids)
+        """Take it out of line, wherever it stands (also if it never got in line). Its heap entry goes when it surfaces."""
+        if self._waiting.pop(id(request), None) is not None:
+            self.num_tokens -= len(request.token_ids)
 
     def peek(self) -> Request | None:
         """The most urgent request, still in line."""

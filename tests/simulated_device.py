@@ -48,6 +48,9 @@ class SimulatedDevice:
         assert num_tokens == int(step.num_tokens[:num_rows].sum())
         assert len(set(step.rows[:num_rows].tolist())) == num_rows, "a row stands in a step twice"
         self.decode_entries = num_decode
+        for entry in np.flatnonzero(step.flags[:num_rows] & StepFlag.NEW).tolist():
+            self._admit(int(step.rows[entry]), int(step.generation[entry]))
+        # After the new rows, as a worker does it: an append of an ended admission would spoil the row's next one.
         appended = step.append_rows[:num_appends], step.append_index[:num_appends]
         self.block_table[appended] = step.append_blocks[:num_appends]
         output.header[:2] = (num_rows, 0)
@@ -59,11 +62,6 @@ class SimulatedDevice:
     def _run_entry(self, step: StepInputView, output: StepOutputView, entry: int) -> None:
         row, start, count = int(step.rows[entry]), int(step.start[entry]), int(step.num_tokens[entry])
         flags = StepFlag(int(step.flags[entry]))
-        if StepFlag.NEW in flags:
-            blocks = int(self.table.num_blocks[row])
-            self.block_table[row] = -1
-            self.block_table[row, :blocks] = self.table.block_table[row, :blocks]
-            self.generation[row] = step.generation[entry]
         assert self.generation[row] == step.generation[entry], "a row was used under a generation it was not begun with"
         if StepFlag.LAST_TOKEN in flags:
             assert entry < self.decode_entries and count == 1
@@ -77,6 +75,12 @@ class SimulatedDevice:
             token = next_token(self._context(row, start + count), int(self.table.seed[row]), self.vocab_size)
             self.last_token[row] = output.tokens[entry, 0] = token
             output.num_accepted[entry] = 1
+
+    def _admit(self, row: int, generation: int) -> None:
+        blocks = int(self.table.num_blocks[row])
+        self.block_table[row] = -1
+        self.block_table[row, :blocks] = self.table.block_table[row, :blocks]
+        self.generation[row] = generation
 
     def _slot(self, row: int, position: int) -> int:
         block = int(self.block_table[row, position // self.block_size])

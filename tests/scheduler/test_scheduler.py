@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from slipring.scheduler.config import SchedulerConfig
 from slipring.scheduler.request import FinishReason, Request, RequestStatus
 from slipring.scheduler.scheduler import ProtocolError, Scheduler
-from slipring.shm.params import SamplingParams
+from slipring.shm.params import MAX_STOP_TOKEN_IDS, SamplingParams
 from slipring.shm.table import BatchTable, TableShape
 from slipring.shm.wire import StepInputView, StepOutputView, StepShape
 from tests.simulated_device import SimulatedDevice, expected_tokens
@@ -242,16 +242,61 @@ def test_priority_goes_first_and_ageing_lets_nobody_starve() -> None:
 
 def test_a_row_whose_logits_were_not_finite_ends_alone() -> None:
     harness = Harness(depth=1)
-    bad = harness.add([1, 2, 3, 4, 5])
+    bad = harness.add([1, 2, 3, 4, 5] * 5)
     good = harness.add([4, 5, 6])
+    harness.publish(), harness.run_device(), harness.take_output()
+    assert harness.scheduler.pool.match(bad.block_hashes), "its first chunk was indexed"
     harness.publish(), harness.run_device()
-    harness.outputs[0].num_accepted[0] = -1
+    harness.outputs[1].num_accepted[0] = -1
     harness.take_output()
     assert harness.reason_of[bad] is FinishReason.ERROR
     assert harness.scheduler.pool.match(bad.block_hashes) == [], "what it computed is not trusted"
     harness.run()
     harness.assert_right(good)
     harness.assert_idle()
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 16])
+def test_two_steps_may_come_back_before_the_next_goes_out(block_size: int) -> None:
+    """`settle` runs after each of them: it must not give a row a second block that no step has carried yet."""
+    harness = Harness(depth=2, num_blocks=400, block_size=block_size)
+    requests = [harness.add([number + 1], max_tokens=40, seed=number) for number in range(6)]
+    while harness.scheduler.has_work or harness.scheduler.num_in_flight:
+        harness.publish(), harness.publish()
+        harness.run_device(), harness.run_device()
+        harness.take_output(), harness.take_output()
+        harness.scheduler.check_integrity()
+    for request in requests:
+        harness.assert_right(request)
+
+
+def test_a_block_meant_for_an_ended_admission_does_not_reach_the_rows_next_one() -> None:
+    harness = Harness(depth=1, block_size=16, max_num_seqs=2, num_rows=2, max_num_batched_tokens=64)
+    gone = harness.add([1] * 24, max_tokens=40)
+    harness.publish()
+    while not harness.scheduler._pending.count:
+        harness.run_device(), harness.take_output(settle=False), harness.publish(), harness.scheduler.settle()
+    harness.scheduler.abort(gone)
+    request = harness.add([2] * 58, max_tokens=6)
+    harness.run()
+    harness.assert_right(request)
+
+
+def test_aborting_a_request_that_never_got_in_line() -> None:
+    harness = Harness()
+    request = Request(np.array([1, 2], np.int32), SamplingParams(max_tokens=1))
+    assert harness.scheduler.abort(request) and request.status is RequestStatus.FINISHED
+    assert harness.scheduler.num_waiting == 0 and harness.scheduler.waiting.num_tokens == 0
+
+
+def test_parameters_that_do_not_fit_are_refused_and_nothing_is_taken() -> None:
+    harness = Harness()
+    harness.add([1, 2], stop=tuple(range(MAX_STOP_TOKEN_IDS + 1)))
+    with pytest.raises(ValueError, match="room for"):
+        harness.publish()
+    assert harness.scheduler.pool.num_free == harness.config.num_blocks
+    assert harness.scheduler.num_waiting == 1
+    harness.scheduler.rows.check_integrity([])
 
 
 def test_output_of_another_step_is_a_protocol_error() -> None:
