@@ -106,12 +106,15 @@ class Completion:
         if self.finished:
             return
         self.finished = True
+        text += self.detokenizer.finish()
+        if self.detokenizer.stopped is not None and error is None:
+            reason, stop_reason = FinishReason.STOP, self.detokenizer.stopped
         self._metrics.finished[reason.value] += 1
         self._metrics.e2e_s.observe(now - self.arrival)
         self._emit(
             Delta(
                 index=self.index,
-                text=text + self.detokenizer.finish(),
+                text=text,
                 token_ids=token_ids,
                 logprobs=logprobs,
                 finish_reason=reason.value,

@@ -7,11 +7,11 @@ their configs (`scheduler.config.SchedulerConfig`, `shm.spec.WorkerConfig`); thi
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import msgspec
 
 from slipring.scheduler.config import SchedulerConfig
+from slipring.shm.memory import available_bytes
 from slipring.shm.spec import ModelSpec
 from slipring.shm.table import TableShape
 
@@ -170,36 +170,8 @@ def _kv_cache_bytes(config: EngineConfig) -> int:
     """As asked, or 40 % of the memory that is free to us, at most 4 GiB."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
-    return min(4 << 30, available_memory() * 2 // 5)
+    return min(4 << 30, available_bytes() * 2 // 5)
 
 
 def available_cpus() -> int:
     return len(os.sched_getaffinity(0))
-
-
-def available_memory() -> int:
-    """Bytes that may still be used: the host's, or what the container's limit leaves if that is less."""
-    free = _meminfo_available()
-    for limit_path, usage_path in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        limit, usage = _read_int(limit_path), _read_int(usage_path)
-        if limit is not None and usage is not None:
-            free = min(free, max(0, limit - usage))
-    return free
-
-
-def _meminfo_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _read_int(path: str) -> int | None:
-    """None where the file is missing or says `max`."""
-    try:
-        return int(Path(path).read_text())
-    except (OSError, ValueError):
-        return None

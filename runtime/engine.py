@@ -25,7 +25,7 @@ from slipring.runtime.detokenizer import Detokenizer
 from slipring.runtime.garbage import IdleCollector
 from slipring.runtime.metrics import Metrics, Stats
 from slipring.runtime.model import ModelError, open_model
-from slipring.runtime.replica import Replica, ReplicaDeadError
+from slipring.runtime.replica import Replica, ReplicaDeadError, ReplicaState
 from slipring.runtime.request import (
     ContextLengthError,
     EngineDeadError,
@@ -33,6 +33,7 @@ from slipring.runtime.request import (
     InvalidRequestError,
     QueueFullError,
     Sink,
+    check_request,
 )
 from slipring.runtime.tokenizer import Tokenizer
 from slipring.scheduler.request import FinishReason, Request
@@ -90,6 +91,8 @@ class Engine:
         self.chat_template: ChatTemplate | None = None
         self._metrics = Metrics()
         self._live: dict[str, list[Completion]] = {}
+        self._num_hashing = 0
+        """Prompt tokens of requests that are not in line yet, because their prompts are being hashed."""
         self._state = HealthState.STARTING
         self._dead_reason: str | None = None
         self._eos = frozenset(self.spec.eos_token_ids)
@@ -114,8 +117,8 @@ class Engine:
             self._replica = Replica(self.config, self.spec, on_progress, self._on_dead)
         except OSError as error:
             raise StartupError(f"no shared memory for rings and batch table: {error}. {_SHM_FIX}") from error
+        starting = asyncio.ensure_future(self._replica.start(self.config.user.worker_startup_timeout_s))
         try:
-            starting = asyncio.ensure_future(self._replica.start(self.config.user.worker_startup_timeout_s))
             await asyncio.sleep(0)  # the worker is on its way while the tokenizer is built
             self.tokenizer, self.chat_template = await asyncio.to_thread(self._load_text)
             tell(StartupEvent(phase="tokenizer", seconds=time.monotonic() - began, final=True))
@@ -123,13 +126,14 @@ class Engine:
             for phase, seconds in ready.phase_seconds.items():
                 tell(StartupEvent(phase=phase, seconds=seconds, final=True))
             self._fit_context(ready)
-        except (ReplicaDeadError, ModelError, ConfigError) as error:
+        except (ReplicaDeadError, ModelError, ConfigError, OSError) as error:
             last = "\n".join(self._replica.worker.last_lines)
-            self._replica.close()
             raise StartupError(f"{error}\n{last}".rstrip()) from error
-        except BaseException:
-            self._replica.close()
-            raise
+        finally:
+            if self._replica.state is not ReplicaState.SERVING:
+                self._replica.close()
+                starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
         self._state = HealthState.HEALTHY
 
     def _load_text(self) -> tuple[Tokenizer, ChatTemplate | None]:
@@ -200,6 +204,7 @@ class Engine:
         self._live[generation.request_id] = completions
         self._idle.clear()
         self._metrics.prompt_tokens += len(prompt)
+        self._num_hashing += len(prompt) * generation.n
         self._enqueue([completion.request for completion in completions])
 
     def abort(self, request_id: str) -> bool:
@@ -261,6 +266,7 @@ class Engine:
     def _check(self, generation: GenerationRequest) -> np.ndarray:
         if generation.request_id in self._live:
             raise InvalidRequestError(f"request id {generation.request_id!r} is in use", "request_id")
+        check_request(generation, self.spec.vocab_size)
         prompt = np.asarray(generation.prompt_token_ids, np.int64)
         if prompt.ndim != 1 or prompt.size == 0:
             raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
@@ -278,8 +284,8 @@ class Engine:
     def _check_queue(self, n: int, num_tokens: int) -> None:
         """Bounded in requests and in tokens; a lone request always passes."""
         user, scheduler = self.config.user, self._replica.scheduler
-        waiting, tokens = scheduler.num_waiting, scheduler.waiting.num_tokens
-        if waiting and (waiting + n > user.max_queued_requests or tokens + n * num_tokens > user.max_queued_tokens):
+        waiting, tokens = scheduler.num_waiting, scheduler.waiting.num_tokens + self._num_hashing
+        if tokens and (waiting + n > user.max_queued_requests or tokens + n * num_tokens > user.max_queued_tokens):
             self._metrics.rejected += 1
             raise QueueFullError(
                 f"{waiting} requests with {tokens} tokens are waiting already "
@@ -318,6 +324,7 @@ class Engine:
         if self.config.user.enable_prefix_caching and not first.hash_prompt(self.config.user.block_size, _HASH_SLICE):
             asyncio.get_running_loop().call_soon(self._enqueue, requests)
             return
+        self._num_hashing -= first.num_prompt * len(requests)
         for request in requests:
             if request.owner is not None and not request.owner.finished:
                 request.block_hashes = first.block_hashes.copy()
@@ -343,8 +350,10 @@ class Engine:
         """Everybody who waits is told at once; nothing new is taken."""
         self._state = HealthState.DEAD
         self._dead_reason = reason
-        self._end_all(reason)
-        self._died.set()
+        try:
+            self._end_all(reason)
+        finally:
+            self._died.set()
 
     def _end_all(self, reason: str) -> None:
         now = time.monotonic()

@@ -1,6 +1,6 @@
 """One replica: a scheduler, its rings and batch table, its worker, and the step loop between them.
 
-The loop (`_on_doorbell`) runs once for each returned step, entirely in one callback of the event loop:
+The loop (`_take_output`) runs once for each returned step:
 
     update    what came back changes the scheduler's state
     publish   the next step goes out, so that the device never waits for what follows
@@ -19,6 +19,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from enum import Enum
 
 import msgspec
 
@@ -33,6 +34,7 @@ from slipring.scheduler.scheduler import ProtocolError, Returned, Scheduler, Ste
 from slipring.shm import wire
 from slipring.shm.doorbell import Doorbell
 from slipring.shm.ring import RingReader, RingWriter, create_ring
+from slipring.shm.segment import Segment
 from slipring.shm.spec import ModelSpec, WorkerConfig
 from slipring.shm.table import BatchTable
 from slipring.shm.wire import SlotKind, StepInputView, StepOutputView, StepShape
@@ -43,6 +45,16 @@ _SPIN_US = 50
 _CONTROL_BYTES = 16384
 """Room that a slot of the output ring has at least, for a worker's error record."""
 _MIN_CHUNK = 64
+
+
+class ReplicaState(Enum):
+    """STARTING → SERVING → DEAD → CLOSED; CLOSING (asked to end) and CLOSED can follow any of them."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DEAD = "dead"
+    CLOSING = "closing"
+    CLOSED = "closed"
 
 
 class ReplicaDeadError(Exception):
@@ -66,10 +78,17 @@ class Replica:
         self._on_dead = on_dead
         self._depth = config.pipeline_depth
         self._step_shape = shape = StepShape.of(config.user.max_num_seqs, config.max_draft, config.user.block_size)
-        self.table = BatchTable.create(config.table_shape)
-        self._steps = RingWriter.create("step ring", self._depth + 2, shape.input_bytes, num_readers=1)
-        output_bytes = max(shape.output_bytes, _CONTROL_BYTES)
-        self._outputs = RingReader(create_ring("output ring", self._depth + 2, output_bytes, num_readers=1))
+        self._segments: list[Segment] = []
+        try:
+            self.table = BatchTable(
+                self._keep(Segment.create("batch table", config.table_shape.nbytes)), config.table_shape
+            )
+            slots, output_bytes = self._depth + 2, max(shape.output_bytes, _CONTROL_BYTES)
+            self._steps = RingWriter(self._keep(create_ring("step ring", slots, shape.input_bytes, num_readers=1)))
+            self._outputs = RingReader(self._keep(create_ring("output ring", slots, output_bytes, num_readers=1)))
+        except OSError:
+            self._free_segments()
+            raise
         self._step_views = [StepInputView(self._steps.payload(i), shape) for i in range(self._steps.num_slots)]
         self._output_views = [StepOutputView(self._outputs.payload(i), shape) for i in range(self._outputs.num_slots)]
         self._step_bell, self._output_bell = Doorbell(), Doorbell()
@@ -78,17 +97,23 @@ class Replica:
         self._pacer = Pacer()
         self._timer: asyncio.TimerHandle | None = None
         self._kick_scheduled = False
-        self._error: str | None = None
-        self._closing = False
-        self.dead_reason: str | None = None
+        self.state = ReplicaState.STARTING
         self.worker = WorkerProcess(self._on_worker_exit)
         self.collector: NullCollector | IdleCollector = NullCollector()
         self.scheduler: Scheduler
 
     # --- life ---------------------------------------------------------------------------------------------------
 
+    def _keep(self, segment: Segment) -> Segment:
+        self._segments.append(segment)
+        return segment
+
+    def _free_segments(self) -> None:
+        while self._segments:
+            self._segments.pop().close()
+
     async def start(self, timeout_s: float) -> wire.Ready:
-        """Spawn the worker and wait until it is ready. Raises ReplicaDeadError."""
+        """Spawn the worker and wait until it is ready. Raises ReplicaDeadError, or OSError from the spawn."""
         self._loop.add_reader(self._output_bell.fd, self._on_doorbell)
         inherit = (
             self._steps.segment.fd,
@@ -97,7 +122,9 @@ class Replica:
             self._step_bell.fd,
             self._output_bell.fd,
         )
-        self.worker.spawn(self._config.user.worker_module, self._worker_config, inherit, self._environment())
+        self.worker.spawn(
+            self._config.user.worker_module, self._worker_config, inherit, self._config.worker_environment()
+        )
         try:
             ready = await asyncio.wait_for(asyncio.shield(self._ready), timeout_s)
         except TimeoutError:
@@ -108,34 +135,40 @@ class Replica:
         return ready
 
     def begin(self, config: ResolvedConfig, num_blocks: int) -> None:
-        """The pool's size is known: make the scheduler, and accept requests from now on."""
+        """The pool's size is known: make the scheduler, and accept requests from now on. Raises ReplicaDeadError."""
+        if self.state is not ReplicaState.STARTING:
+            raise ReplicaDeadError(f"the replica is {self.state.value}")
         self._config = config
         self.scheduler = Scheduler(config.scheduler(num_blocks), self.table, self._spec.vocab_size)
+        self.state = ReplicaState.SERVING
 
     def close(self) -> None:
         """Kill the worker, if it still lives, and give everything back. Idempotent."""
-        if self._closing:
+        if self.state is ReplicaState.CLOSED:
             return
-        self._closing = True
+        self.state = ReplicaState.CLOSED
         self._loop.remove_reader(self._output_bell.fd)
         self._cancel_timer()
         self.worker.close()
+        if not self._ready.done():
+            self._ready.set_exception(ReplicaDeadError("the engine was stopped while it started"))
+            self._ready.exception()  # nobody need be waiting for it
         for bell in (self._step_bell, self._output_bell):
             bell.close()
+        self._free_segments()
 
     async def shut_down(self, timeout_s: float) -> None:
         """Ask the worker to end, and make sure that it does."""
-        self._closing_gracefully()
+        if self.state is not ReplicaState.CLOSED:
+            self.state = ReplicaState.CLOSING
+            self._cancel_timer()
+            if self.worker.alive and self._steps.try_claim() is not None:
+                self._steps.publish(SlotKind.SHUTDOWN, 0, 0)
+                self._step_bell.ring()
         deadline = self._loop.time() + timeout_s
         while self.worker.alive and self._loop.time() < deadline:
             await asyncio.sleep(0.01)
         self.close()
-
-    def _closing_gracefully(self) -> None:
-        self.dead_reason = self.dead_reason or "the engine is shutting down"
-        if self.worker.alive and self._steps.try_claim() is not None:
-            self._steps.publish(SlotKind.SHUTDOWN, 0, 0)
-            self._step_bell.ring()
 
     def _worker_config(self, lifeline_fd: int) -> WorkerConfig:
         config, user = self._config, self._config.user
@@ -167,9 +200,6 @@ class Replica:
             spin_us=_SPIN_US,
         )
 
-    def _environment(self) -> dict[str, str]:
-        return self._config.worker_environment()
-
     # --- requests -----------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
@@ -177,10 +207,11 @@ class Replica:
         self.scheduler.add(request)
         if not self._kick_scheduled:
             self._kick_scheduled = True
-            self._loop.call_soon(self._kick)
+            self._loop.call_soon(self._guarded, self._kick)
 
     def abort(self, request: Request) -> None:
-        self.scheduler.abort(request)
+        if self.state is ReplicaState.SERVING:
+            self.scheduler.abort(request)
 
     def _kick(self) -> None:
         self._kick_scheduled = False
@@ -189,22 +220,36 @@ class Replica:
     # --- the step loop ------------------------------------------------------------------------------------------
 
     def _on_doorbell(self) -> None:
-        """One returned step: update, publish, deliver, settle, pace. See the module's docstring for the order."""
+        """Take what has come back, at most one pipeline's worth, so that the loop gets round to everybody else."""
         self._output_bell.clear()
+        for _ in range(self._depth):
+            slot = self._outputs.try_read()
+            if slot is None:
+                return
+            self._guarded(self._take_output, slot)
+            if self.state is ReplicaState.CLOSED:
+                return  # somebody closed us from within a sink
+            self._outputs.advance()
+        if self._outputs.try_read() is not None:
+            self._output_bell.ring()
+
+    def _take_output(self, slot: int) -> None:
+        """One returned step: update, publish, deliver, settle, pace. See the module's docstring for the order."""
+        kind, length, step_id, _ = self._outputs.header(slot)
+        if kind != SlotKind.STEP:
+            self._on_control(kind, length, slot)
+        elif self.state is ReplicaState.SERVING:
+            returned = self.scheduler.update(self._output_views[slot], step_id)
+            self._pacer.returned(time.monotonic())
+            self._pump()
+            self._deliver(returned, self._output_views[slot])
+            self.scheduler.settle()
+            self._rest()
+
+    def _guarded(self, work: Callable[..., None], *arguments: object) -> None:
+        """Run a part of the step loop; whatever it raises is this replica's fault and ends it, never silently."""
         try:
-            while (slot := self._outputs.try_read()) is not None:
-                kind, length, step_id, _ = self._outputs.header(slot)
-                if kind != SlotKind.STEP:
-                    self._on_control(kind, length, slot)
-                elif self.dead_reason is None:
-                    returned = self.scheduler.update(self._output_views[slot], step_id)
-                    self._pacer.returned(time.monotonic())
-                    self._pump()
-                    self._deliver(returned, self._output_views[slot])
-                    self.scheduler.settle()
-                self._outputs.advance()
-            if self.is_ready:
-                self._settle()
+            work(*arguments)
         except (ProtocolError, msgspec.DecodeError) as error:
             self._fail(f"protocol fault between engine and worker: {error}")
         except Exception as error:
@@ -214,13 +259,16 @@ class Replica:
     def _pump(self) -> None:
         """Publish as many steps as are due now; set the timer for the next one if the pipeline has room."""
         self._cancel_timer()
-        while self.dead_reason is None and self.scheduler.has_work and self.scheduler.num_in_flight < self._depth:
-            if self.scheduler.num_in_flight:
+        scheduler = self.scheduler
+        while self.state is ReplicaState.SERVING and scheduler.has_work and scheduler.num_in_flight < self._depth:
+            if scheduler.num_in_flight:
                 early_s = self._pacer.publish_at() - time.monotonic()
                 if early_s > 0:
-                    self._timer = self._loop.call_later(early_s, self._pump)
+                    self._timer = self._loop.call_later(early_s, self._guarded, self._pump)
                     return
             if self._publish() is None:
+                if not scheduler.num_in_flight:
+                    raise RuntimeError("there is work, nothing is in flight, and nothing can be scheduled")
                 return
 
     def _publish(self) -> Step | None:
@@ -272,15 +320,11 @@ class Replica:
             self._timer.cancel()
             self._timer = None
 
-    def _settle(self) -> None:
+    def _rest(self) -> None:
         idle = not self.scheduler.num_in_flight
         self.collector.after_step(idle)
         if idle and self._config.user.debug_integrity:
             self.scheduler.check_integrity()
-
-    @property
-    def is_ready(self) -> bool:
-        return hasattr(self, "scheduler")
 
     # --- faults -------------------------------------------------------------------------------------------------
 
@@ -288,30 +332,29 @@ class Replica:
         payload = self._outputs.payload(slot)
         if kind == SlotKind.PROGRESS:
             self._on_progress(wire.decode(payload, length, wire.Progress))
-        elif kind == SlotKind.READY:
+        elif kind == SlotKind.READY and not self._ready.done():
             self._ready.set_result(wire.decode(payload, length, wire.Ready))
         elif kind == SlotKind.ERROR:
             error: wire.WorkerError = wire.decode(payload, length, wire.WorkerError)
-            self._error = error.message
             self._fail(f"the worker failed: {error.message}")
         else:
             raise ProtocolError(f"unknown record kind {kind}")
 
     def _on_worker_exit(self, status: int) -> None:
-        if self._closing or self.dead_reason == "the engine is shutting down":
+        if self.state in (ReplicaState.CLOSING, ReplicaState.CLOSED):
             return
-        self._on_doorbell()  # outputs that were published before the end still count
-        words = self.worker.describe_exit(status)
-        self._fail(f"the worker (pid {self.worker.pid}) {words}")
+        while self._outputs.try_read() is not None and self.state in (ReplicaState.STARTING, ReplicaState.SERVING):
+            self._on_doorbell()  # outputs that were published before the end still count
+        self._fail(f"the worker (pid {self.worker.pid}) {self.worker.describe_exit(status)}")
 
     def _fail(self, reason: str) -> None:
         """The replica is dead: nothing more is published, and whoever waits is told."""
-        if self.dead_reason is not None:
+        if self.state not in (ReplicaState.STARTING, ReplicaState.SERVING):
             return
-        self.dead_reason = reason
+        self.state = ReplicaState.DEAD
         self._cancel_timer()
         self.worker.kill()
-        if not self._ready.done():
-            self._ready.set_exception(ReplicaDeadError(reason))
-        else:
+        if self._ready.done():
             self._on_dead(reason)
+        else:
+            self._ready.set_exception(ReplicaDeadError(reason))

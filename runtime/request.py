@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -22,6 +23,7 @@ __all__ = [
     "SamplingParams",
     "Sink",
     "TokenLogprob",
+    "check_request",
 ]
 
 
@@ -105,3 +107,43 @@ class QueueFullError(EngineError):
 
 class EngineDeadError(EngineError):
     """The engine cannot serve any more, or not yet (HTTP 503)."""
+
+
+def check_request(generation: GenerationRequest, vocab_size: int) -> None:
+    """What every caller must keep to, whatever its own checks. Raises InvalidRequestError, naming the field.
+
+    A parameter that slipped through would be found in the middle of a step, where it is everybody's problem.
+    """
+    params = generation.params
+    bias_ids = [token for token, _ in params.logit_bias]
+    numbers = (
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.repetition_penalty,
+        *(bias for _, bias in params.logit_bias),
+    )
+    for param, good, words in (
+        ("n", generation.n >= 1, "must be at least 1"),
+        ("priority", abs(generation.priority) < 1 << 31, "must be a 32-bit integer"),
+        ("stop", all(generation.stop), "must not contain an empty string"),
+        ("max_tokens", params.max_tokens >= 1, "must be at least 1"),
+        ("min_tokens", 0 <= params.min_tokens < 1 << 31, "must be a 32-bit integer, 0 or more"),
+        ("seed", 0 <= params.seed < 1 << 64, "must fit 64 bits, unsigned"),
+        ("top_k", 0 <= params.top_k < 1 << 31, "must be 0 (off) or more"),
+        ("logprobs", -1 <= params.logprobs <= MAX_LOGPROBS, f"must be from 0 to {MAX_LOGPROBS}"),
+        ("sampling", all(map(math.isfinite, numbers)), "must hold finite numbers only"),
+        ("repetition_penalty", params.repetition_penalty > 0, "must be above 0"),
+        ("stop_token_ids", len(params.stop_token_ids) <= MAX_STOP_TOKEN_IDS, f"may hold {MAX_STOP_TOKEN_IDS} ids"),
+        ("stop_token_ids", _in_vocabulary(params.stop_token_ids, vocab_size), f"must be below {vocab_size}"),
+        ("logit_bias", len(bias_ids) <= MAX_LOGIT_BIAS, f"may hold {MAX_LOGIT_BIAS} tokens"),
+        ("logit_bias", _in_vocabulary(bias_ids, vocab_size), f"must name tokens below {vocab_size}"),
+    ):
+        if not good:
+            raise InvalidRequestError(f"`{param}` {words}", param)
+
+
+def _in_vocabulary(token_ids: Sequence[int], vocab_size: int) -> bool:
+    return all(0 <= token < vocab_size for token in token_ids)

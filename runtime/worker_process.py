@@ -51,11 +51,36 @@ class WorkerProcess:
         inherit: tuple[int, ...],
         environment: Mapping[str, str],
     ) -> None:
-        """Start `python -m module FD`. `make_config` gets the lifeline's descriptor as the child will see it."""
-        lifeline_read, self._lifeline = os.pipe()
-        self._output_fd, output_write = os.pipe()
-        config_fd = _readable(wire_spec.encode(make_config(lifeline_read)))
+        """Start `python -m module FD`. `make_config` gets the lifeline's descriptor as the child will see it.
+
+        Raises OSError when there is no room for a process or its descriptors; then nothing is left of it.
+        """
         try:
+            self._start(module, make_config, inherit, environment)
+            assert self._process is not None
+            self._pidfd = os.pidfd_open(self._process.pid)
+            os.set_blocking(self._output_fd, False)
+            loop = asyncio.get_running_loop()
+            loop.add_reader(self._pidfd, self._reap)
+            loop.add_reader(self._output_fd, self._drain)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(
+        self,
+        module: str,
+        make_config: Callable[[int], WorkerConfig],
+        inherit: tuple[int, ...],
+        environment: Mapping[str, str],
+    ) -> None:
+        with contextlib.ExitStack() as ours:
+            lifeline_read, self._lifeline = os.pipe()
+            ours.callback(os.close, lifeline_read)
+            self._output_fd, output_write = os.pipe()
+            ours.callback(os.close, output_write)
+            config_fd = _readable(wire_spec.encode(make_config(lifeline_read)))
+            ours.callback(os.close, config_fd)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(config_fd)],
                 stdin=subprocess.DEVNULL,
@@ -64,26 +89,17 @@ class WorkerProcess:
                 pass_fds=(*inherit, config_fd, lifeline_read),
                 env=dict(environment),
             )
-        finally:
-            for fd in (config_fd, lifeline_read, output_write):
-                os.close(fd)
-        self._pidfd = os.pidfd_open(self._process.pid)
-        os.set_blocking(self._output_fd, False)
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._pidfd, self._reap)
-        loop.add_reader(self._output_fd, self._drain)
 
     def kill(self) -> None:
-        if self.alive:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        """SIGKILL; the process is ours until it is reaped, so its pid cannot be somebody else's."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
 
     def close(self) -> None:
         """Kill and reap without telling anybody. Idempotent."""
-        if self._process is None:
-            return
-        self.kill()
-        self._process.wait()
+        if self._process is not None:
+            self.kill()
+            self._process.wait()
         self._release()
 
     def describe_exit(self, status: int) -> str:
@@ -98,17 +114,19 @@ class WorkerProcess:
         assert self._process is not None
         status = self._process.wait()
         self._drain()
+        if self._partial:
+            self._take_line(self._partial.decode("utf-8", "replace"))
         self._release()
         self._on_exit(status)
 
     def _release(self) -> None:
-        if self._pidfd < 0:
-            return
         loop = asyncio.get_event_loop()
-        loop.remove_reader(self._pidfd)
-        loop.remove_reader(self._output_fd)
+        for fd in (self._pidfd, self._output_fd):
+            if fd >= 0:
+                loop.remove_reader(fd)
         for fd in (self._pidfd, self._output_fd, self._lifeline):
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
         self._pidfd = self._output_fd = self._lifeline = -1
 
     def _drain(self) -> None:

@@ -37,7 +37,7 @@ class WaitingQueue:
         self.num_tokens += len(request.token_ids)
 
     def remove(self, request: Request) -> None:
-        """Take it out of line, wherever it stands (also if it never got in line). Its heap entry goes when it surfaces."""
+        """Take it out of line, wherever it stands, if it does. Its heap entry goes when it surfaces."""
         if self._waiting.pop(id(request), None) is not None:
             self.num_tokens -= len(request.token_ids)
 

@@ -16,10 +16,14 @@ from math import prod
 import torch
 from torch import Tensor
 
+from slipring.shm.memory import available_bytes
 from slipring.shm.spec import ModelSpec, WorkerConfig
-from slipring.workers.memory import MemoryShortageError, available_bytes, check_kv_budget
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class MemoryShortageError(Exception):
+    """What was asked for does not fit; the message names the flag to change."""
 
 
 def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
@@ -35,7 +39,11 @@ def size_pool(config: WorkerConfig, available: int) -> int:
         raise MemoryShortageError(
             f"--kv-cache-memory-bytes {config.kv_cache_bytes} does not hold a single block of {each} bytes"
         )
-    check_kv_budget(num_blocks * each, available)
+    if num_blocks * each > available:
+        raise MemoryShortageError(
+            f"the KV cache needs {num_blocks * each / 2**30:.2f} GiB but only {available / 2**30:.2f} GiB of memory is "
+            "available; lower --kv-cache-memory-bytes (or --num-gpu-blocks-override), or give the container more memory"
+        )
     return num_blocks
 
 

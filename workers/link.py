@@ -109,8 +109,9 @@ class Link:
         """The last word. Gives up quietly when the ring stays full or the engine is gone: stderr has the same."""
         text = "".join(traceback.format_exception(error))
         room = self._outputs.slot_bytes // 2
-        message = f"{type(error).__name__}: {error}"[: room // 4]
-        record = WorkerError(message=message, traceback=text[-room // 4 :], step_id=self._step_id)
+        # Four bytes a character at most: the record fits whatever the words are.
+        message = f"{type(error).__name__}: {error}"[: room // 8]
+        record = WorkerError(message=message, traceback=text[-(room // 8) :], step_id=self._step_id)
         with contextlib.suppress(EngineGone, TimeoutError):
             self._publish(SlotKind.ERROR, wire.encode(record), self._claim(_ERROR_PATIENCE_S))
 

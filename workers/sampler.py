@@ -74,6 +74,8 @@ class Sampler:
         self._penalties = PenaltyCounts(table.shape.num_rows, vocab_size)
         self._bias: dict[int, tuple[Tensor, Tensor]] = {}
         self._stop_ids: dict[int, Tensor] = {}
+        self._edits_logits = np.zeros(table.shape.num_rows, bool)
+        """Rows with an entry in `_bias` or `_stop_ids`."""
 
     def admit(self, row: int) -> None:
         """Load a row's parameters, and rebuild its counts from the tokens known at admission."""
@@ -87,6 +89,7 @@ class Sampler:
             self._bias[row] = (ids, torch.from_numpy(table.bias_values[row, :count].copy()))
         if columns["min_tokens"][row] > 0 and (count := int(table.num_stop_ids[row])):
             self._stop_ids[row] = torch.from_numpy(table.stop_ids[row, :count].astype(np.int64))
+        self._edits_logits[row] = row in self._bias or row in self._stop_ids
         self._admit_penalties(row)
 
     def sample(self, logits: Tensor, rows: IntArray, position: IntArray, num_outputs: IntArray) -> Draws:
@@ -121,9 +124,8 @@ class Sampler:
     def _adjust(self, scores: Tensor, rows: IntArray, num_outputs: IntArray) -> bool:
         """Bias, min_tokens and penalties, in place; whether anything changed."""
         changed = False
-        if self._bias or self._stop_ids:
-            for i, row in enumerate(rows.tolist()):
-                changed |= self._adjust_row(scores[i], row, int(num_outputs[i]))
+        for i in np.flatnonzero(self._edits_logits[rows]).tolist():
+            changed |= self._adjust_row(scores[i], int(rows[i]), int(num_outputs[i]))
         if len(at := np.flatnonzero(self._penalties.slot[rows] >= 0)):
             self._penalise(scores, at, rows[at])
             changed = True

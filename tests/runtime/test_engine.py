@@ -193,6 +193,141 @@ def test_a_request_leaves_nothing_for_the_garbage_collector() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_every_block_size_serves(block_size: int) -> None:
+    async def scenario() -> None:
+        async with running(block_size=block_size, num_gpu_blocks_override=2048 // block_size) as engine:
+            streams = [submit(engine, ask([i + 1], 60, seed=i)) for i in range(8)]
+            for i, stream in enumerate(streams):
+                await stream.wait()
+                assert stream.tokens() == expected_tokens([i + 1], i, engine.spec.vocab_size, 60)
+            await settled(engine)
+
+    run(scenario())
+
+
+LONG = {"max_model_len": 40_000, "allow_long_max_model_len": True, "num_gpu_blocks_override": 3000}
+
+
+def test_a_long_prompt_may_be_aborted_while_it_is_hashed() -> None:
+    async def scenario() -> None:
+        async with running(**LONG) as engine:
+            request = ask([1, 2, 3] * 10_000)
+            stream = submit(engine, request)
+            await asyncio.sleep(0)
+            assert engine.abort(request.request_id)
+            await settled(engine)
+            await asyncio.wait_for(engine.drain(5), 2)
+            assert not stream.deltas
+
+    run(scenario())
+
+
+def test_a_worker_that_dies_while_a_prompt_is_hashed_ends_everything() -> None:
+    async def scenario() -> None:
+        async with running({"step_s": 0.01}, **LONG) as engine:
+            short = submit(engine, ask([1], 500))
+            long = submit(engine, ask([1, 2, 3] * 10_000))
+            engine._replica._fail("told to")
+            assert await asyncio.wait_for(engine.wait_dead(), 1) == "told to"
+            for stream in (short, long):
+                assert stream.deltas[-1].finish_reason == "error"
+
+    run(scenario())
+
+
+def test_an_exception_outside_of_a_returned_step_is_a_fault_too() -> None:
+    async def scenario() -> None:
+        async with running() as engine:
+
+            def broken(view: object) -> None:
+                raise ZeroDivisionError("broken on purpose")
+
+            engine._replica.scheduler.schedule = broken  # type: ignore[method-assign, assignment]
+            stream = submit(engine, ask([1]))
+            assert "broken on purpose" in await asyncio.wait_for(engine.wait_dead(), 1)
+            assert stream.deltas[-1].finish_reason == "error"
+
+    run(scenario())
+
+
+def num_descriptors() -> int:
+    """Open ones, once what is unreachable has gone (a mapping keeps a descriptor as long as arrays view it)."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_stopping_gives_everything_back_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def cycle(script: dict[str, object], started: bool) -> None:
+        monkeypatch.setenv("SCRIPT", json.dumps(script))
+        engine = Engine(EngineConfig(model="smollm2", worker_module="tests.scripted_worker"))
+        starting = asyncio.ensure_future(engine.start())
+        if started:
+            await starting
+        else:
+            await asyncio.sleep(0.2)
+        await asyncio.wait_for(engine.stop(), 5)
+        if not started:
+            with pytest.raises(StartupError, match="stopped while it started|replica is clos"):
+                await asyncio.wait_for(starting, 2)
+        assert engine.health().state is not HealthState.HEALTHY
+        with pytest.raises(EngineDeadError):
+            engine.submit(ask([1]), Collector())
+        assert len(asyncio.all_tasks()) == 1
+
+    async def scenario() -> None:
+        await cycle({}, started=True)
+        before = num_descriptors()
+        await cycle({}, started=True)
+        await cycle({"never_ready": True}, started=False)
+        assert num_descriptors() == before
+
+    run(scenario())
+
+
+def test_a_spawn_that_fails_is_a_start_up_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object, **__: object) -> None:
+        raise BlockingIOError("no room for a process")
+
+    async def fail() -> None:
+        engine = Engine(EngineConfig(model="smollm2", worker_module="tests.scripted_worker"))
+        with pytest.raises(StartupError, match="no room for a process"):
+            await engine.start()
+        await engine.stop()
+
+    async def scenario() -> None:
+        monkeypatch.setattr("subprocess.Popen", no_room)
+        await fail()
+        before = num_descriptors()
+        await fail()
+        assert num_descriptors() == before
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"n": 0}, "n"),
+        ({"priority": 1 << 40}, "priority"),
+        ({"stop": ("",)}, "stop"),
+        ({"stop_token_ids": (10**9,)}, "stop_token_ids"),
+        ({"stop_token_ids": tuple(range(65))}, "stop_token_ids"),
+        ({"seed": -1}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_parameters_are_checked_before_anything_starts(more: dict[str, object], param: str) -> None:
+    async def scenario() -> None:
+        async with running() as engine:
+            with pytest.raises(InvalidRequestError) as caught:
+                submit(engine, ask([1, 2], **more))  # type: ignore[arg-type]
+            assert caught.value.param == param
+            await asyncio.wait_for(engine.drain(1), 1)
+
+    run(scenario())
+
+
 def test_what_cannot_be_served_is_refused_by_name() -> None:
     async def scenario() -> None:
         async with running(max_queued_requests=2, max_num_seqs=1, max_num_batched_tokens=16) as engine:

@@ -1,16 +1,10 @@
-"""What memory is left, under made-up cgroups of both versions, and how the KV pool is sized from it."""
+"""What memory is left, under made-up cgroups of both versions."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-import pytest
-
-from slipring.shm.spec import ModelSpec
-from slipring.workers.kv_cache import size_pool
-from slipring.workers.memory import MemoryShortageError, available_bytes
-from tests.workers.runner_rig import worker_config
+from slipring.shm.memory import available_bytes
 
 GIB = 2**30
 
@@ -49,19 +43,3 @@ def test_v1_in_a_container_whose_path_is_the_hosts(tmp_path: Path) -> None:
     }
     cgroup = "9:cpu,cpuacct:/x\n4:memory:/docker/abc\n"
     assert available_bytes(machine(tmp_path, cgroup, files)) == GIB
-
-
-def test_the_pool_holds_what_the_budget_holds() -> None:
-    spec = ModelSpec(
-        architecture="llama", name="", path="", format="", files=(), tensors=(), dtype="float32", vocab_size=1,
-        hidden_size=1, intermediate_size=1, num_layers=2, num_heads=1, num_kv_heads=1, head_dim=8,
-        max_position_embeddings=1, rms_norm_eps=0.0, rope_theta=1.0,
-    )  # fmt: skip
-    each = 2 * 2 * 8 * 8 * 4
-    config = worker_config(spec, num_blocks=None, kv_cache_bytes=10 * each - 1)
-    assert size_pool(config, GIB) == 9
-    assert size_pool(msgspec.structs.replace(config, num_blocks=4), GIB) == 4
-    with pytest.raises(MemoryShortageError, match="--kv-cache-memory-bytes"):
-        size_pool(config, 8 * each)
-    with pytest.raises(MemoryShortageError, match="--kv-cache-memory-bytes"):
-        size_pool(msgspec.structs.replace(config, kv_cache_bytes=each - 1), GIB)

@@ -8,22 +8,9 @@ _UNLIMITED = 1 << 60
 """cgroup v1 writes "no limit" as a number near 2^63."""
 
 
-class MemoryShortageError(Exception):
-    """What was asked for does not fit; the message names the flag to change."""
-
-
 def available_bytes(root: Path = Path("/")) -> int:
     """Free memory, reclaimable page cache included, under the tightest limit. `root` is for tests."""
     return max(0, min(_machine(root), _cgroup(root)))
-
-
-def check_kv_budget(nbytes: int, available: int) -> None:
-    """Raises MemoryShortageError when a KV pool of `nbytes` does not fit into `available`."""
-    if nbytes > available:
-        raise MemoryShortageError(
-            f"the KV cache needs {nbytes / 2**30:.2f} GiB but only {available / 2**30:.2f} GiB of memory is available; "
-            f"lower --kv-cache-memory-bytes (or --num-blocks), or give the container more memory"
-        )
 
 
 def _machine(root: Path) -> int:
