@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -32,7 +32,17 @@ class _Absent:
         return args[0] if args else self
 
 
-if TYPE_CHECKING or wanted():
+if TYPE_CHECKING:
+    # Triton's annotations describe host code; kernels are another language, of which a type checker knows nothing.
+    class _Untyped(type):
+        def __getattr__(cls, name: str) -> Any: ...
+
+    class tl(metaclass=_Untyped):
+        constexpr: TypeAlias = Any
+
+    class triton(metaclass=_Untyped): ...
+
+elif wanted():
     import triton
     import triton.language as tl
 else:

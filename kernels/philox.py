@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipring.kernels.jit import tl, triton
+
 PURPOSE_SAMPLE = 0
 """Counter word 3: what the noise is for."""
 
@@ -70,3 +72,27 @@ def _counter(quads: Tensor, position: Tensor, choice: Tensor) -> Words:
 
 def _key(seed: Tensor) -> tuple[Tensor, Tensor]:
     return seed[:, 0:1], seed[:, 1:2]
+
+
+@triton.jit
+def gumbel_for_block(begin, seed_low, seed_high, position, choice, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):
+    """Inside a kernel: the noise of tokens begin .. begin + BLOCK, for a row's key (int64 scalars); both divide by 4.
+
+    Equals `noise_for_tokens` but for the last bits of the logarithms.
+    """
+    quad = (begin // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
+    seed = (seed_high << 32) | seed_low
+    w0, w1, w2, w3 = tl.philox(seed, quad, position.to(tl.uint32), choice.to(tl.uint32), PURPOSE)
+    # Two rounds of interleaving put word i of quad q at 4 q + i.
+    return _gumbel(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
+
+
+@triton.jit
+def _gumbel(words):
+    v = tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
+    # -log1p(-v), which Triton lacks: 2 atanh(v / (2 - v)) by its series where v is small, elsewhere as it stands.
+    s = tl.div_rn(v, 2.0 - v)
+    q = s * s
+    small = 2.0 * s * (1.0 + q * (1 / 3 + q * (1 / 5 + q * (1 / 7 + q * (1 / 9)))))
+    exponential = tl.where(v < 0.25, small, -tl.log(1.0 - v))
+    return -tl.log(exponential)

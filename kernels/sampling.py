@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from slipring.kernels.philox import noise_for_tokens, noise_for_vocab
+from slipring.kernels.sampling_triton import apply_penalties_triton, draw_triton
 
 NUM_CANDIDATES = 256
 GREEDY_BELOW = 1e-5
@@ -102,7 +103,9 @@ def draw_ref(logits: Tensor, params: DrawParams) -> Tensor:
 
 
 def draw(logits: Tensor, params: DrawParams) -> Tensor:
-    """As `draw_ref`. Dispatch point: every device runs the reference so far."""
+    """As `draw_ref`, on whatever device the logits are. On a GPU greedy temperatures are allowed too."""
+    if logits.is_cuda:
+        return draw_triton(logits, *(getattr(params, name) for name in params.__slots__), greedy_below=GREEDY_BELOW)
     return draw_ref(logits, params)
 
 
@@ -114,8 +117,9 @@ def apply_penalties(
     presence: Tensor,
     frequency: Tensor,
 ) -> None:
-    """As `apply_penalties_ref`. Dispatch point: every device runs the reference so far."""
-    apply_penalties_ref(logits, prompt_mask, output_counts, repetition, presence, frequency)
+    """As `apply_penalties_ref`, on whatever device the logits are."""
+    run = apply_penalties_triton if logits.is_cuda else apply_penalties_ref
+    run(logits, prompt_mask, output_counts, repetition, presence, frequency)
 
 
 def _filter(scores: Tensor, params: DrawParams) -> Tensor:
