@@ -17,6 +17,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,8 +122,12 @@ class Worker:
         first = self._answer()
         if not first:
             raise RuntimeError("the compile worker did not start; what it said is above")
-        *self.variants, versions = json.loads(first)
+        *variants, versions = json.loads(first)
+        if self.variants and variants != self.variants:
+            raise RuntimeError("kernel files changed while the gate ran")
+        self.variants = variants
         if versions["triton"] != TRITON:
+            self.close()
             raise RuntimeError(f"the gate's verdicts are for Triton {TRITON}, found {versions['triton']}")
 
     def _answer(self) -> str:
@@ -152,29 +158,24 @@ class Worker:
 def compile_all(only: Iterable[str] = ()) -> list[dict[str, Any]]:
     """Answers for every variant whose name begins with one of `only` (all, without), planted ones always included."""
     prefixes = tuple(only)
-    with tempfile.TemporaryDirectory(prefix="slipring-gate-") as cache:
-        workers = [Worker(cache) for _ in range(PROCESSES)]
+    with tempfile.TemporaryDirectory(prefix="slipring-gate-") as cache, ExitStack() as stack:
+        workers = [stack.enter_context(closing(Worker(cache))) for _ in range(PROCESSES)]
         todo: queue.SimpleQueue[int] = queue.SimpleQueue()
         for index, variant in enumerate(workers[0].variants):
             if not prefixes or variant["planted"] or variant["name"].startswith(prefixes):
                 todo.put(index)
-        answers: list[dict[str, Any]] = []
-        threads = [threading.Thread(target=_drain, args=(worker, todo, answers)) for worker in workers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for worker in workers:
-            worker.close()
-    return answers
+        with ThreadPoolExecutor(PROCESSES) as pool:
+            shares = list(pool.map(_drain, workers, [todo] * PROCESSES))
+    return [answer for share in shares for answer in share]
 
 
-def _drain(worker: Worker, todo: queue.SimpleQueue[int], answers: list[dict[str, Any]]) -> None:
+def _drain(worker: Worker, todo: queue.SimpleQueue[int]) -> list[dict[str, Any]]:
+    answers = []
     while True:
         try:
             index = todo.get_nowait()
         except queue.Empty:
-            return
+            return answers
         answers.append(worker.compile(index))
 
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from slipring.scheduler.config import SchedulerConfig
 from slipring.scheduler.request import Request
-from slipring.scheduler.scheduler import Returned, Scheduler, Step
+from slipring.scheduler.scheduler import Scheduler
+from slipring.scheduler.step import Returned, Step
 from slipring.shm.params import SamplingParams
 from slipring.shm.ring import RingReader, RingWriter
 from slipring.shm.table import BatchTable, TableShape

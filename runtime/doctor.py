@@ -17,6 +17,7 @@ INSTALL_CUDA = "pip install 'slipring[cuda]'"
 TORCH_INDEX = "https://download.pytorch.org/whl"
 CUDA_MAJOR = 13
 """What cupy-cuda13x and the wheels we test with need of the driver."""
+_GPU_PACKAGES = ("triton", "cupy")
 LEAST_CAPABILITY = (8, 0)
 """bf16 matrix units."""
 LEAST_MEMORY = 1 << 30
@@ -131,6 +132,8 @@ def _gpu(machine: Machine) -> Iterator[Finding]:
         )
     if not machine.gpus:
         yield _no_gpu(machine)
+        for name in _GPU_PACKAGES:
+            yield Finding(name, Level.NOTE, f"{machine.packages.get(name, 'not installed')}; only a GPU needs it")
         return
     for gpu in machine.gpus:
         text = f"{gpu.name}, {_gib(gpu.memory_bytes)}, compute capability {gpu.compute_capability}"
@@ -165,7 +168,7 @@ def _gpu_packages(machine: Machine) -> Iterator[Finding]:
     if "torch" in machine.packages and not machine.torch_has_cuda:
         fix = f"pip install --force-reinstall torch --index-url {TORCH_INDEX}/cu{CUDA_MAJOR}0"
         yield Finding("torch", Level.ADVICE, "a CPU build cannot use the GPU", fix)
-    for name in ("triton", "cupy"):
+    for name in _GPU_PACKAGES:
         if name in machine.packages:
             yield Finding(name, Level.OK, machine.packages[name])
         else:

@@ -16,6 +16,7 @@ import msgspec
 import orjson
 
 from slipring.runtime.architectures import HF_ARCHITECTURES, ModelError, check_rope_type, unsupported
+from slipring.runtime.hf_quantization import quantization_spec
 from slipring.shm.spec import ModelSpec, SamplingDefaults, TensorSpec
 
 MAX_HEADER = 100_000_000
@@ -93,6 +94,7 @@ def hf_spec(directory: Path) -> ModelSpec:
         files=files,
         tensors=tensors,
         dtype=_dtype(config, tensors),
+        quantization=config.quantization_config and quantization_spec(config.quantization_config, str(directory)),
         vocab_size=config.vocab_size,
         **_shape(config, directory),
         **_rope(config, directory),
@@ -143,10 +145,7 @@ def _end_token_ids(config: _Config, generation: _GenerationConfig) -> tuple[int,
 
 def _refuse_variants(config: _Config, directory: Path) -> None:
     problem = None
-    if config.quantization_config is not None:
-        method = config.quantization_config.get("quant_method")
-        problem = f"the quantisation {method!r} is not supported; use the unquantised model or a GGUF file"
-    elif config.hidden_act != "silu":
+    if config.hidden_act != "silu":
         problem = f"the activation {config.hidden_act!r} is not supported (silu is)"
     elif config.partial_rotary_factor != 1.0:
         problem = "RoPE over part of a head is not supported"

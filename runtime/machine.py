@@ -1,4 +1,4 @@
-"""What this machine has, read from the kernel, the drivers' own files and the installed packages; torch is never imported.
+"""What this machine has, read from the kernel, the driver's files and the installed packages; torch is never imported.
 
 `inspect_machine` collects `Machine`; what it means for serving is decided in `doctor.py`. Everything is optional: a
 file or library that is missing leaves its field empty, and nothing here raises.
@@ -18,7 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from slipring.runtime.config import available_cpus, available_memory
+from slipring.runtime.config import available_cpus
+from slipring.shm.memory import available_bytes
 
 _NVIDIA, _AMD = "0x10de", "0x1002"
 _DISPLAY_CLASSES = ("0x0300", "0x0302", "0x1200")
@@ -79,7 +80,7 @@ def inspect_machine(root: Path = Path("/")) -> Machine:
         cpu_quota=_cpu_quota(root),
         cpu_features=tuple(sorted(_first(r"^(?:flags|Features)\s*: (.+)$", cpuinfo).split())),
         memory_bytes=int(_first(r"^MemTotal:\s+(\d+)", _read(root / "proc/meminfo")) or 0) * 1024,
-        available_bytes=available_memory(),
+        available_bytes=_available(root),
         shm_bytes=shm[0],
         shm_free_bytes=shm[1],
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE),
@@ -106,6 +107,12 @@ def _read(path: Path) -> str:
 def _first(pattern: str, text: str) -> str:
     found = re.search(pattern, text, re.MULTILINE)
     return found[1].strip() if found else ""
+
+
+def _available(root: Path) -> int:
+    with contextlib.suppress(OSError):
+        return available_bytes(root)
+    return 0
 
 
 def _cpu_quota(root: Path) -> float | None:

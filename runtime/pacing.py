@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from slipring.scheduler.scheduler import Step
+from slipring.scheduler.step import Step
 from slipring.scheduler.step_cost import StepCost
 from slipring.shm.wire import StepInputView
 

@@ -30,7 +30,8 @@ from slipring.runtime.pacing import Pacer
 from slipring.runtime.request import TokenLogprob
 from slipring.runtime.worker_process import WorkerProcess
 from slipring.scheduler.request import FinishReason, Request
-from slipring.scheduler.scheduler import ProtocolError, Returned, Scheduler, Step
+from slipring.scheduler.scheduler import Scheduler
+from slipring.scheduler.step import ProtocolError, Returned, Step
 from slipring.shm import wire
 from slipring.shm.doorbell import Doorbell
 from slipring.shm.ring import RingReader, RingWriter, create_ring

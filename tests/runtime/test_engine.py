@@ -268,7 +268,7 @@ def test_stopping_gives_everything_back_at_any_time(monkeypatch: pytest.MonkeyPa
             await asyncio.sleep(0.2)
         await asyncio.wait_for(engine.stop(), 5)
         if not started:
-            with pytest.raises(StartupError, match="stopped while it started|replica is clos"):
+            with pytest.raises(StartupError, match=r"stopped while it started|replica is clos"):
                 await asyncio.wait_for(starting, 2)
         assert engine.health().state is not HealthState.HEALTHY
         with pytest.raises(EngineDeadError):

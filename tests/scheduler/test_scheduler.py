@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from slipring.scheduler.config import SchedulerConfig
 from slipring.scheduler.request import FinishReason, Request, RequestStatus
-from slipring.scheduler.scheduler import ProtocolError, Scheduler
+from slipring.scheduler.scheduler import Scheduler
+from slipring.scheduler.step import ProtocolError
 from slipring.shm.params import MAX_STOP_TOKEN_IDS, SamplingParams
 from slipring.shm.table import BatchTable, TableShape
 from slipring.shm.wire import StepInputView, StepOutputView, StepShape
