@@ -35,12 +35,12 @@ def paged_decode_ref(
     the new token included. A query with context_lens 0 (padding) gives zeros. Returns [B, H, D], contiguous, in
     query's dtype. `num_splits` (a power of two) does not change the result beyond rounding.
     """
-    out = torch.zeros(query.shape, dtype=query.dtype)
+    out = query.new_zeros(query.shape)
     for i, (row, length) in enumerate(zip(rows.tolist(), context_lens.tolist(), strict=True)):
         if length:
             keys = context_ref(key_pool, block_table[row], length, options.key_scale)
             values = context_ref(value_pool, block_table[row], length, options.value_scale)
-            seen = torch.arange(length) >= (length - options.window if options.window else 0)
+            seen = torch.arange(length, device=query.device) >= (length - options.window if options.window else 0)
             out[i] = attend_ref(query[i : i + 1], keys, values, seen[None], options)[0]
     return out
 

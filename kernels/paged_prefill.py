@@ -45,13 +45,14 @@ def paged_prefill_ref(
     differs from its place; used by the window). Every new token sees itself, and the context subject to the window.
     A window must hold a whole tree. Returns [T, H, D], contiguous, in query's dtype.
     """
-    out = torch.zeros(query.shape, dtype=query.dtype)
+    out = query.new_zeros(query.shape)
     bounds = cu_seqlens.tolist()
     for begin, end, row, start in zip(bounds, bounds[1:], rows.tolist(), starts.tolist(), strict=False):
         length = start + end - begin
         keys = context_ref(key_pool, block_table[row], length, options.key_scale)
         values = context_ref(value_pool, block_table[row], length, options.value_scale)
-        place, ours = torch.arange(length), torch.arange(start, length)[:, None]
+        place = torch.arange(length, device=query.device)
+        ours = place[start:, None]
         seen = place <= ours
         if tree is not None:
             masks, positions = (x[begin:end, None] for x in tree)
@@ -176,10 +177,9 @@ def paged_prefill_triton(
     if tree is not None and max_tokens > (min(MAX_TREE, options.window) if options.window else MAX_TREE):
         raise ValueError(f"a tree of {max_tokens} tokens does not fit its mask ({MAX_TREE}) or window")
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    masks, positions = (starts, starts) if tree is None else tree
+    masks, positions = tree or (starts, starts)
     group, block_d = num_heads // num_kv_heads, int(triton.next_power_of_2(head_dim))
-    # A tree has few tokens, and its mask would make the large tile spill.
-    short = tree is not None or max_tokens * group <= _SHORT_ROWS
+    short = tree is not None or max_tokens * group <= _SHORT_ROWS  # a tree's mask would make the large tile spill
     kind = "draft" if short and query.dtype != torch.float32 else "prefill"
     tile = tiles(tile_name(kind, query.dtype, block_d))
     constants: dict[str, Any] = {

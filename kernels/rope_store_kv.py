@@ -103,7 +103,7 @@ def _rope_store_kv_kernel(
         heads += part * BLOCK_HEADS
         inside = (heads < NUM_HEADS)[:, None] & (pair < HALF)[None, :]
         offsets = token * stride_query + heads[:, None] * HEAD_DIM + pair[None, :]
-        first, second = _rotated(QUERY, offsets, inside, cos, sin, HALF)  # pyright: ignore[reportGeneralTypeIssues]
+        first, second = _rotated(QUERY, offsets, inside, cos, sin, HALF)
         tl.store(QUERY + offsets, first, inside)
         tl.store(QUERY + offsets + HALF, second, inside)
     else:
@@ -112,7 +112,7 @@ def _rope_store_kv_kernel(
         inside = (heads < NUM_KV_HEADS)[:, None] & (pair < HALF)[None, :] & (slot >= 0)
         head_offsets = heads[:, None] * HEAD_DIM + pair[None, :]
         target = slot * (NUM_KV_HEADS * HEAD_DIM) + head_offsets
-        first, second = _rotated(KEY, token * stride_key + head_offsets, inside, cos, sin, HALF)  # pyright: ignore
+        first, second = _rotated(KEY, token * stride_key + head_offsets, inside, cos, sin, HALF)
         tl.store(KEY_POOL + target, _to_pool(first, KEY_POOL, inverse_key_scale, LIMIT), inside)
         tl.store(KEY_POOL + target + HALF, _to_pool(second, KEY_POOL, inverse_key_scale, LIMIT), inside)
         source = VALUE + token * stride_value + head_offsets
