@@ -148,12 +148,12 @@ def _request_id(given: str) -> str:
 
 
 def _check_content_type(header: str | None) -> None:
-    """JSON in UTF-8; a missing header is tolerated."""
+    """JSON in UTF-8. A missing header is refused: a web page can send such a request to any origin, unasked."""
     if header is None:
-        return
+        header = "nothing"
     kind, *options = (part.strip().lower() for part in header.split(";"))
     charsets = [option.partition("=")[2].strip('"') for option in options if option.startswith("charset=")]
-    if kind not in ("", "application/json") and not kind.endswith("+json"):
+    if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, "The Content-Type must be application/json.", code="unsupported_media_type")
     if any(charset not in ("utf-8", "utf8", "us-ascii") for charset in charsets):
         raise ApiError(415, "The charset must be utf-8.", code="unsupported_media_type")

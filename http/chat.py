@@ -44,6 +44,7 @@ async def create_chat_completion(model: ServedModel, flights: Flights, request: 
     check_response_format(body.response_format)
     tools = conversation.check_tools(body, body.tool_choice)
     text = await model.engine.text_work(len(data), conversation.render, model.engine, body, tools)
+    model.check_length(text, "messages")
     # Templates write the special tokens themselves.
     token_ids = await model.engine.encode(text, add_special_tokens=bool(body.add_special_tokens))
     echo = conversation.prefill(body.messages) if body.echo else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import signal
 import sys
@@ -29,6 +30,9 @@ def chat(url: str, model: str | None, api_key: str | None, system: str | None) -
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has seen enough
+        sys.stdout = None
+        return 0
 
 
 async def _chat(url: str, model: str | None, api_key: str | None, system: str | None) -> int:
@@ -36,7 +40,11 @@ async def _chat(url: str, model: str | None, api_key: str | None, system: str | 
     async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as session:
         talk = Conversation(session, url, model or await _first_model(session, url), system)
         if not sys.stdin.isatty():
-            await talk.ask(sys.stdin.read())
+            if isinstance(sys.stdin, io.TextIOWrapper):
+                sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+            question = sys.stdin.read()
+            if question.strip():
+                await talk.ask(question)
             return 0
         print(f"{talk.model} at {url}. Ctrl-C stops an answer, Ctrl-D ends.")
         while (question := await _read_question()) is not None:
@@ -99,6 +107,8 @@ class Conversation:
 
 async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
     async with _told(url), session.get(f"{url}/models") as response:
+        if response.status == 404 and not url.endswith("/v1"):
+            raise ChatError(f"there is no API at {url}; did you mean --url {url}/v1?")
         if response.status != 200:
             raise ChatError(_reason(await response.read(), response.status))
         return (await response.json())["data"][0]["id"]
@@ -111,6 +121,8 @@ async def _told(url: str) -> AsyncIterator[None]:
         yield
     except aiohttp.ClientConnectionError as error:
         raise ChatError(f"no server at {url} ({error}). Start one with `slipring serve smollm2`.") from None
+    except aiohttp.InvalidURL:
+        raise ChatError(f"{url!r} is no URL; write http://HOST:PORT/v1") from None
     except aiohttp.ClientError as error:
         raise ChatError(f"{url}: {error}") from None
 

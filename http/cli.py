@@ -6,6 +6,7 @@ Heavy imports wait until the command is known, so that --help and mistakes answe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import json
 import logging
@@ -26,6 +27,13 @@ _ENGINE = (
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
+    try:
+        _run(argv)
+    except KeyboardInterrupt:  # before the server has its own way of being stopped
+        sys.exit(130)
+
+
+def _run(argv: list[str] | None) -> NoReturn:
     parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -34,6 +42,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
         sys.exit(_serve(args))
     if args.command == "chat":
         sys.exit(_chat(args))
+    if args.command == "doctor":
+        sys.exit(_doctor(args))
     parser.print_help()
     sys.exit(0)
 
@@ -46,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_serve(commands)
     _add_chat(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -57,7 +68,9 @@ def _add_serve(commands: Any) -> None:
         usage="slipring serve MODEL [flags]",
         allow_abbrev=False,
     )
-    serve.add_argument("model", metavar="MODEL", help="a model directory, a .gguf file, or an alias such as smollm2")
+    serve.add_argument(
+        "model", metavar="MODEL", type=_not_empty, help="a model directory, a .gguf file, or an alias such as smollm2"
+    )
     _add_http_flags(serve.add_argument_group("HTTP"))
     _add_model_flags(serve.add_argument_group("model"))
     _add_memory_flags(serve.add_argument_group("KV cache"))
@@ -77,6 +90,7 @@ def _add_http_flags(group: Any) -> None:
         "--served-model-name",
         nargs="+",
         action="extend",
+        type=_not_empty,
         metavar="NAME",
         help="names that requests may use (default: the alias, or the last part of MODEL's path)",
     )
@@ -84,6 +98,7 @@ def _add_http_flags(group: Any) -> None:
         "--api-key",
         action="append",
         default=[],
+        type=_key,
         metavar="KEY",
         help="asked for on every route but /health (may be given several times)",
     )
@@ -91,12 +106,13 @@ def _add_http_flags(group: Any) -> None:
         "--allowed-origins",
         action="append",
         default=[],
+        type=_origins,
         metavar="ORIGIN",
         help="let browsers at this origin call (several times, or a JSON list; '*' is any; default: none)",
     )
     group.add_argument(
         "--shutdown-timeout",
-        type=float,
+        type=_seconds,
         default=30.0,
         metavar="SECONDS",
         help="time for answers in flight after SIGTERM (default: %(default)g)",
@@ -106,7 +122,12 @@ def _add_http_flags(group: Any) -> None:
 def _add_model_flags(group: Any) -> None:
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
     group.add_argument("--device", default="auto", help="auto or cpu (default: auto)")
-    group.add_argument("--max-model-len", type=int, metavar="TOKENS", help="context length (default: the model's)")
+    group.add_argument(
+        "--max-model-len",
+        type=_tokens,
+        metavar="TOKENS",
+        help="context length, such as 4096 or 4K (default: the model's)",
+    )
     group.add_argument(
         "--allow-long-max-model-len",
         action="store_true",
@@ -158,6 +179,17 @@ def _add_chat(commands: Any) -> None:
     chat.set_defaults(flags=_flags_of(chat))
 
 
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what this machine has, what will be used and what is missing",
+        description="Look at this machine: CPU, memory, limits, GPU, driver, packages. Exit status 0 if it can serve.",
+        allow_abbrev=False,
+    )
+    doctor.add_argument("--json", action="store_true", help="for programs")
+    doctor.set_defaults(flags=_flags_of(doctor))
+
+
 def _serve(args: argparse.Namespace) -> int:
     # Only now: these import aiohttp and numpy.
     from slipring.http.config import ServerConfig
@@ -171,7 +203,7 @@ def _serve(args: argparse.Namespace) -> int:
         host=args.host,
         port=args.port,
         api_keys=tuple(args.api_key),
-        allowed_origins=origins(args.allowed_origins),
+        allowed_origins=tuple(origin for origins in args.allowed_origins for origin in origins),
         shutdown_timeout_s=args.shutdown_timeout,
     )
     return run(engine_config, server_config)
@@ -183,17 +215,56 @@ def _chat(args: argparse.Namespace) -> int:
     return chat(args.url, args.model, args.api_key, args.system)
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    from slipring.http.doctor import doctor
+
+    return doctor(args.json)
+
+
 def default_model_name(model: str) -> str:
     """An alias as it is; of a path the last part, without .gguf."""
     return Path(model).name.removesuffix(".gguf") or model
 
 
-def origins(values: list[str]) -> tuple[str, ...]:
-    """Each value is an origin or, as vLLM takes it, a JSON list of them."""
-    found: list[str] = []
-    for value in values:
-        found.extend(json.loads(value) if value.startswith("[") else [value])
-    return tuple(origin.rstrip("/") for origin in found)
+def _origins(text: str) -> list[str]:
+    """An origin or, as vLLM takes it, a JSON list of them."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(text) if text.startswith("[") else [text]
+        if all(isinstance(origin, str) and origin for origin in found):
+            return [origin.rstrip("/") for origin in found]
+    raise argparse.ArgumentTypeError(f"{text!r} is neither an origin nor a JSON list of origins")
+
+
+def _not_empty(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
+def _key(text: str) -> str:
+    if not text or not all("!" <= character <= "~" for character in text):
+        raise argparse.ArgumentTypeError("a key must be one or more printable ASCII characters, without spaces")
+    return text
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 0 or more seconds")
+    return seconds
+
+
+def _tokens(text: str) -> int | None:
+    """`4096`, `4k` (4000) or `4K` (4096); `auto` and -1 are None: the model's own."""
+    if text in ("auto", "-1"):
+        return None
+    match = re.fullmatch(r"(\d+)([kK]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; write 4096, 4K or auto")
+    return int(match[1]) * {"": 1, "k": 1000, "K": 1024}[match[2]]
 
 
 def size(text: str) -> int:

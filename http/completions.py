@@ -104,6 +104,7 @@ async def _prompts(model: ServedModel, body: CompletionBody) -> list[Prompt]:
 
 
 async def _from_text(model: ServedModel, body: CompletionBody, text: str) -> Prompt:
+    model.check_length(text, "prompt")
     token_ids = await model.engine.encode(text, add_special_tokens=body.add_special_tokens is not False)
     return Prompt(token_ids, text if body.echo else "")
 

@@ -34,7 +34,9 @@ class Console:
 
     def on_startup(self, event: StartupEvent) -> None:
         """The engine's `on_event`."""
-        if event.final:
+        if event.note is not None:
+            self.line(f"  Note: {event.note}")
+        elif event.final:
             self.line(f"  {event.phase:<14} {event.seconds:6.2f} s")
             self._open_phase = None
         elif self._tty:

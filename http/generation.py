@@ -121,6 +121,7 @@ def _sink(base: int, push: Callable[[Delta], None]) -> Callable[[Delta], None]:
 
 
 async def answer(model: ServedModel, flights: Flights, request: ApiRequest, plan: Plan, style: Style) -> ApiResponse:
+    model.check_choices(len(plan.prompts) * plan.n)
     name = plan.body.model or model.names[0]
     head = model.head(style.prefix, request.request_id, name)
     generation = Generation(model, plan, head.id)

@@ -9,10 +9,11 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from slipring.http.config import ServerConfig
-from slipring.http.errors import ApiError, bad_request
+from slipring.http.errors import ApiError, bad_request, from_engine
 from slipring.http.logprobs import LogprobWriter
 from slipring.http.reply import ReplyHead
 from slipring.http.sampling import SamplingRules
+from slipring.runtime.request import EngineError
 
 if TYPE_CHECKING:
     from slipring.runtime.engine import Engine
@@ -48,6 +49,23 @@ class ServedModel:
     def engine_id(self, reply_id: str) -> str:
         """Unique in this process, whatever ids clients send."""
         return f"{reply_id}.{next(self._serial)}"
+
+    def check_length(self, text: str, param: str) -> None:
+        """Before a text is tokenized at all. Raises ApiError (400) when its size alone says that it cannot fit."""
+        try:
+            self.engine.check_length(text)
+        except EngineError as error:
+            raise from_engine(error, param) from None
+
+    def check_choices(self, count: int) -> None:
+        """Raises ApiError (400) for more completions in one request than may ever wait."""
+        most = self.engine.max_queued_requests
+        if count > most:
+            raise bad_request(
+                f"`n` times the number of prompts is {count}, and at most {most} completions may wait "
+                "(--max-queued-requests).",
+                "n",
+            )
 
     def room(self, num_prompt: int, param: str, least: int = 1) -> int:
         """Tokens that may follow the prompt. Raises ApiError (400) when there is no room for `least`."""

@@ -15,7 +15,8 @@ from slipring.shm.memory import available_bytes
 from slipring.shm.spec import ModelSpec
 from slipring.shm.table import TableShape
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = {"auto": "auto", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
+"""As given, and what it means."""
 POLICIES = ("fcfs", "priority")
 
 
@@ -114,7 +115,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     return ResolvedConfig(
         user=config,
         # float32 keeps greedy answers independent of batch and cache; bfloat16 is faster, and is one flag away.
-        dtype="float32" if config.dtype == "auto" else config.dtype,
+        dtype="float32" if config.dtype == "auto" else DTYPES[config.dtype],
         device="cpu" if config.device == "auto" else config.device,
         max_model_len=max_model_len,
         max_num_batched_tokens=config.max_num_batched_tokens or max(512, config.max_num_seqs),
@@ -126,7 +127,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
 
 
 def _check(config: EngineConfig) -> None:
-    _one_of("--dtype", config.dtype, DTYPES)
+    _one_of("--dtype", config.dtype, tuple(DTYPES))
     _one_of("--scheduling-policy", config.scheduling_policy, POLICIES)
     _one_of("--device", config.device, ("auto", "cpu"))
     for flag, value, least in (
@@ -137,11 +138,15 @@ def _check(config: EngineConfig) -> None:
         ("--kv-cache-memory-bytes", config.kv_cache_memory_bytes, 1),
         ("--cpu-threads", config.cpu_threads, 1),
         ("--max-queued-requests", config.max_queued_requests, 1),
+        ("--max-queued-tokens", config.max_queued_tokens, 1),
+        ("--seed", config.seed, 0),
     ):
         if value is not None and value < least:
             raise ConfigError(f"{flag} must be at least {least}, got {value}")
     if not (1 <= config.block_size <= 256 and config.block_size & (config.block_size - 1) == 0):
         raise ConfigError(f"--block-size must be a power of two from 1 to 256, got {config.block_size}")
+    if config.cpu_threads is not None and config.cpu_threads > available_cpus():
+        raise ConfigError(f"--cpu-threads {config.cpu_threads} is more than the {available_cpus()} CPUs that there are")
     budget = config.max_num_batched_tokens
     if budget is not None and budget < config.max_num_seqs:
         raise ConfigError(

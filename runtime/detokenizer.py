@@ -9,7 +9,7 @@ completed earliest; of several completed by the same character the longest, so t
 
 Cost is linear in the text, whatever the stop strings are: an Aho-Corasick automaton (Aho & Corasick, CACM 18(6), 1975)
 follows them all at once, and held text is never stored, for it always equals the beginning of a stop string.
-Tokens, not text, are what `min_tokens` masks: a stop string may end a request before that.
+A stop string counts only in text that comes after the first `min_tokens` tokens, as in vLLM.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHARACTER_BITS = 21  # Unicode ends at 0x10FFFF
 class Detokenizer:
     """One completion's stream of text."""
 
-    __slots__ = ("_include_stop", "_matcher", "_pending", "_table", "stopped")
+    __slots__ = ("_include_stop", "_matcher", "_num_exempt", "_pending", "_table", "stopped")
 
     def __init__(
         self,
@@ -35,14 +35,16 @@ class Detokenizer:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> None:
-        """Raises ValueError if a stop string is empty."""
+        """Text of the first `min_tokens` tokens is never searched. Raises ValueError if a stop string is empty."""
         self.stopped: str | None = None
         """The stop string that ended the text; what comes after it is dropped."""
         self._table = tokenizer.byte_table(skip_special_tokens)
         self._pending = b""
         self._matcher = _StopMatcher(stop) if stop else None
         self._include_stop = include_stop
+        self._num_exempt = min_tokens
 
     def push(self, token_id: int) -> str:
         """The text that is safe to send now that `token_id` was sampled; empty when all of it must wait."""
@@ -51,7 +53,12 @@ class Detokenizer:
             data = self._pending + data
         text, used = utf_8_decode(data, "replace", False)
         self._pending = data[used:]
-        return text if self._matcher is None else self._match(text)
+        if self._matcher is None:
+            return text
+        if self._num_exempt > 0:
+            self._num_exempt -= 1
+            return text
+        return self._match(text)
 
     def finish(self) -> str:
         """What was held back, when no token will follow. May itself complete a stop string (one with U+FFFD)."""

@@ -74,6 +74,8 @@ class StartupEvent(msgspec.Struct, frozen=True, kw_only=True):
     total: int = 0
     final: bool = False
     """The phase is over; `seconds` is how long it took."""
+    note: str | None = None
+    """Something to be told besides; then nothing else in here means anything."""
 
 
 class StartupError(Exception):
@@ -87,6 +89,7 @@ class Engine:
         self.spec = self._model.spec
         self.config: ResolvedConfig = resolve(config, self.spec)
         self.max_model_len = self.config.max_model_len
+        self.max_queued_requests = config.max_queued_requests
         self.tokenizer: Tokenizer
         self.chat_template: ChatTemplate | None = None
         self._metrics = Metrics()
@@ -125,9 +128,10 @@ class Engine:
             ready = await starting
             for phase, seconds in ready.phase_seconds.items():
                 tell(StartupEvent(phase=phase, seconds=seconds, final=True))
-            self._fit_context(ready)
+            self._fit_context(ready, tell)
         except (ReplicaDeadError, ModelError, ConfigError, OSError) as error:
-            last = "\n".join(self._replica.worker.last_lines)
+            explained = isinstance(error, ReplicaDeadError) and error.explained
+            last = "" if explained else "\n".join(self._replica.worker.last_lines)
             raise StartupError(f"{error}\n{last}".rstrip()) from error
         finally:
             if self._replica.state is not ReplicaState.SERVING:
@@ -139,16 +143,24 @@ class Engine:
     def _load_text(self) -> tuple[Tokenizer, ChatTemplate | None]:
         return self._model.tokenizer(), self._model.chat_template()
 
-    def _fit_context(self, ready: wire.Ready) -> None:
+    def _fit_context(self, ready: wire.Ready, tell: Callable[[StartupEvent], None]) -> None:
         """No request may be longer than the whole pool, so the context ends where the pool does."""
         capacity = ready.num_blocks * self.config.user.block_size
         user = self.config.user
-        if capacity < self.max_model_len and user.max_model_len is not None and user.num_gpu_blocks_override is None:
+        if capacity < self.max_model_len and user.max_model_len is not None:
             need = -(-self.max_model_len // user.block_size) * ready.block_bytes
             raise ConfigError(
                 f"--max-model-len {self.max_model_len} needs {need / 2**20:.0f} MiB of KV cache, and there are "
                 f"{ready.num_blocks * ready.block_bytes / 2**20:.0f} MiB: use --max-model-len {capacity} or less, "
                 f"or --kv-cache-memory-bytes {need}"
+            )
+        if capacity < self.max_model_len:
+            tell(
+                StartupEvent(
+                    phase="note",
+                    note=f"the context is cut from {self.max_model_len} to {capacity} tokens: the KV cache holds "
+                    f"{ready.num_blocks} blocks; --kv-cache-memory-bytes makes it larger",
+                )
             )
         self.max_model_len = min(self.max_model_len, capacity)
         self.config = msgspec.structs.replace(self.config, max_model_len=self.max_model_len)
@@ -219,6 +231,16 @@ class Engine:
                 self._replica.abort(completion.request)
         self._forget(completions)
         return True
+
+    def check_length(self, text: str) -> None:
+        """Refuse a text whose size alone says that it cannot fit. Raises ContextLengthError."""
+        least = self.tokenizer.least_tokens(text)
+        if least >= self.max_model_len:
+            raise ContextLengthError(
+                f"This model's maximum context length is {self.max_model_len} tokens, and the prompt has at least "
+                f"{least}.",
+                "prompt",
+            )
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; long texts are tokenized off the loop."""
@@ -312,6 +334,7 @@ class Engine:
                 generation.stop,
                 generation.include_stop_str_in_output,
                 generation.skip_special_tokens,
+                generation.params.min_tokens,
             )
             completions.append(
                 Completion(generation, index, request, detokenizer, self._eos, sink_when_ended, self._metrics)

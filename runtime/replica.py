@@ -61,6 +61,11 @@ class ReplicaState(Enum):
 class ReplicaDeadError(Exception):
     """The worker is gone, or the replica cannot go on; the message says why."""
 
+    def __init__(self, message: str, explained: bool = False) -> None:
+        """`explained`: the worker itself said why, so that its last lines add nothing."""
+        super().__init__(message)
+        self.explained = explained
+
 
 class Replica:
     """Everything in here runs on the event loop's thread."""
@@ -337,7 +342,7 @@ class Replica:
             self._ready.set_result(wire.decode(payload, length, wire.Ready))
         elif kind == SlotKind.ERROR:
             error: wire.WorkerError = wire.decode(payload, length, wire.WorkerError)
-            self._fail(f"the worker failed: {error.message}")
+            self._fail(f"the worker failed: {error.message}", explained=True)
         else:
             raise ProtocolError(f"unknown record kind {kind}")
 
@@ -348,7 +353,7 @@ class Replica:
             self._on_doorbell()  # outputs that were published before the end still count
         self._fail(f"the worker (pid {self.worker.pid}) {self.worker.describe_exit(status)}")
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, explained: bool = False) -> None:
         """The replica is dead: nothing more is published, and whoever waits is told."""
         if self.state not in (ReplicaState.STARTING, ReplicaState.SERVING):
             return
@@ -358,4 +363,4 @@ class Replica:
         if self._ready.done():
             self._on_dead(reason)
         else:
-            self._ready.set_exception(ReplicaDeadError(reason))
+            self._ready.set_exception(ReplicaDeadError(reason, explained))

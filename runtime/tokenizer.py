@@ -93,6 +93,7 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, t in rust.get_added_tokens_decoder().items() if t.special)
         self.vocab_size = rust.get_vocab_size(with_added_tokens=True)
         """Number of tokens; the model's own `vocab_size` may be padded beyond it."""
+        self._longest = max(map(len, rust.get_vocab(with_added_tokens=True)), default=1)
         self._shown = _ByteTable(rust, self._decoding, frozenset())
         self._skipping = _ByteTable(rust, self._decoding, self.special_ids)
 
@@ -117,6 +118,10 @@ class Tokenizer:
         if self._decoding.strip_space and not continuation:
             return text.removeprefix(" ")
         return text
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound on the tokens of `text`, from its length alone; 0 where a normalizer might shorten it."""
+        return len(text) // self._longest if self._decoding.byte_level else 0
 
     def byte_table(self, skip_special_tokens: bool) -> dict[int, bytes]:
         """Indexable by any id: the bytes that the token adds to a text (empty for skipped and for unknown ones)."""

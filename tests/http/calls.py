@@ -25,14 +25,16 @@ def make_api(engine: EngineDouble | None = None, **config: Any) -> Api:
 
 
 async def acall(
-    api: Api, method: str, target: str, body: Any = None, headers: dict[str, str] | None = None
+    api: Api, method: str, target: str, body: Any = None, headers: dict[str, str | None] | None = None
 ) -> ApiResponse:
     data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     path, _, query = target.partition("?")
-    return await api.handle(ApiRequest(method, path, headers or {}, query=query, body=data))
+    headers = {"content-type": "application/json", **(headers or {})}
+    headers = {name: text for name, text in headers.items() if text is not None}  # None: leave it out
+    return await api.handle(ApiRequest(method, path, headers, query=query, body=data))
 
 
-def call(api: Api, method: str, target: str, body: Any = None, headers: dict[str, str] | None = None) -> ApiResponse:
+def call(api: Api, method: str, target: str, body: Any = None, headers: dict[str, str | None] | None = None) -> ApiResponse:
     return asyncio.run(acall(api, method, target, body, headers))
 
 

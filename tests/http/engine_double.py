@@ -55,6 +55,7 @@ class EngineDouble:
     ) -> None:
         self.script = script
         self.max_model_len = max_model_len
+        self.max_queued_requests = 4096
         self.tokenizer = ByteTokenizer()
         self.chat_template = None if template is None else ChatTemplate(template)
         self.spec = spec(defaults or SamplingDefaults())
@@ -90,6 +91,9 @@ class EngineDouble:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens)
+
+    def check_length(self, text: str) -> None:
+        return
 
     async def text_work(self, size: int, function: Callable[..., Any], *arguments: object) -> Any:
         return function(*arguments)

@@ -81,7 +81,38 @@ def test_the_default_name_of_a_model(model: str, name: str) -> None:
 
 
 def test_origins_are_single_values_or_json_lists() -> None:
-    assert cli.origins(["https://a", '["https://b/", "*"]']) == ("https://a", "https://b", "*")
+    assert cli._origins("https://a/") == ["https://a"]
+    assert cli._origins('["https://b/", "*"]') == ["https://b", "*"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--allowed-origins", "[1]"],
+        ["--allowed-origins", "[oops"],
+        ["--api-key", ""],
+        ["--api-key", "a b"],
+        ["--api-key", "é"],
+        ["--served-model-name", ""],
+        ["--shutdown-timeout=-1"],
+        ["--shutdown-timeout", "nan"],
+        ["--max-model-len", "many"],
+    ],
+)
+def test_values_that_cannot_be_meant_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.build_parser().parse_args(["serve", "m", *flags])
+    assert stopped.value.code == 2 and flags[0].split("=")[0] in capsys.readouterr().err
+
+
+def test_an_empty_model_is_refused() -> None:
+    with pytest.raises(SystemExit):
+        cli.build_parser().parse_args(["serve", ""])
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("4096", 4096), ("4k", 4000), ("4K", 4096), ("auto", None), ("-1", None)])
+def test_context_lengths_as_people_write_them(text: str, tokens: int | None) -> None:
+    assert cli.build_parser().parse_args(["serve", "m", f"--max-model-len={text}"]).max_model_len == tokens
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,15 @@ def test_no_piece_of_an_emoji_is_sent() -> None:
     assert not any("�" in piece for piece in pieces)
 
 
+def test_the_first_min_tokens_tokens_are_not_searched() -> None:
+    ids = smollm2().encode("one two one two")
+    half = len(smollm2().encode("one two"))
+    assert "".join(run(Detokenizer(smollm2(), ("two",)), ids)) == "one "
+    detokenizer = Detokenizer(smollm2(), ("two",), min_tokens=half)
+    assert "".join(run(detokenizer, ids)) == "one two one " and detokenizer.stopped == "two"
+    assert "".join(run(Detokenizer(smollm2(), ("two",), min_tokens=99), ids)) == "one two one two"
+
+
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         Detokenizer(smollm2(), ("a", ""))

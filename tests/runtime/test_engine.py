@@ -305,6 +305,28 @@ def test_a_spawn_that_fails_is_a_start_up_error(monkeypatch: pytest.MonkeyPatch)
     run(scenario())
 
 
+def test_a_context_that_the_pool_cannot_hold() -> None:
+    notes: list[str | None] = []
+
+    async def cut() -> None:
+        engine = Engine(EngineConfig(model="smollm2", worker_module="tests.scripted_worker", num_gpu_blocks_override=4))
+        await engine.start(lambda event: notes.append(event.note))
+        assert engine.max_model_len == 64
+        with pytest.raises(ContextLengthError, match="at least"):
+            engine.check_length("ocean " * 10_000)
+        engine.check_length("ocean")
+        await engine.stop()
+
+    async def asked_for() -> None:
+        async with running(num_gpu_blocks_override=4, max_model_len=65):
+            pass
+
+    run(cut())
+    assert any(note and "from 8192 to 64" in note for note in notes)
+    with pytest.raises(StartupError, match="--max-model-len 64 or less"):
+        run(asked_for())
+
+
 @pytest.mark.parametrize(
     ("more", "param"),
     [
@@ -428,6 +450,8 @@ def test_start_up_failures_are_told_with_the_workers_last_words() -> None:
         ({"block_size": 12}, "--block-size"),
         ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, "--max-num-batched-tokens"),
         ({"dtype": "int3"}, "--dtype"),
+        ({"seed": -5}, "--seed"),
+        ({"cpu_threads": 10_000}, "--cpu-threads"),
     ],
 )
 def test_impossible_settings_name_the_flag(settings: dict[str, object], words: str) -> None:
