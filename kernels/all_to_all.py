@@ -94,7 +94,7 @@ def combine_kernel(
             for begin in range(0, width, BLOCK):
                 at = begin + tl.arange(0, BLOCK)
                 total = tl.zeros([BLOCK], tl.float32)
-                for peer in tl.static_range(WORLD):  # pyright: ignore[reportGeneralTypeIssues]
+                for peer in tl.static_range(WORLD):
                     there = (experts >= peer * num_local) & (experts < (peer + 1) * num_local)
                     wanted = tl.max(there.to(tl.int32), 0) == 1
                     row = place(PEERS, peer, lane, epoch, lane_bytes, (slot * WORLD + rank) * row_bytes, ROWS, LANES)

@@ -47,7 +47,7 @@ from slipring.kernels.tiles import register, tiles
 FLAG_BYTES = 128
 """Of each lane: one word a rank, and no two lanes on one cache line."""
 WORLDS = (1, 2, 4, 8, FLAG_BYTES // 8)
-_FLAG_BYTES = tl.constexpr(FLAG_BYTES)
+_FLAG_BYTES = tl.constexpr(FLAG_BYTES)  # pyright: ignore[reportCallIssue]
 
 
 @triton.jit
@@ -94,13 +94,13 @@ def copy(TO, FROM, count, VOLATILE: tl.constexpr, BLOCK: tl.constexpr):
     """`count` elements. VOLATILE: FROM is memory that another device writes."""
     for begin in range(0, count, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        tl.store(TO + at, tl.load(FROM + at, at < count, volatile=VOLATILE), at < count)  # pyright: ignore
+        tl.store(TO + at, tl.load(FROM + at, at < count, volatile=VOLATILE), at < count)
 
 
 @triton.jit
 def _sum_tile(PEERS, lane, epoch, lane_bytes, ELEMENT, at, mask, LANES: tl.constexpr, WORLD: tl.constexpr):
     total = tl.zeros(at.shape, tl.float32)
-    for peer in tl.static_range(WORLD):  # pyright: ignore[reportGeneralTypeIssues]
+    for peer in tl.static_range(WORLD):
         theirs = place(PEERS, peer, lane, epoch, lane_bytes, 0, ELEMENT, LANES)
         total += tl.load(theirs + at, mask, volatile=True).to(tl.float32)
     return total.to(ELEMENT.dtype.element_ty)
@@ -166,7 +166,8 @@ def all_reduce_ref(inputs: Sequence[Tensor]) -> Tensor:
 
 register("comm.all_reduce", any={"BLOCK": 4096, "num_warps": 8, "num_stages": 1})
 ONE_SHOT_BYTES = 512 << 10
-"""Up to here (over the number of peers) one-shot's single meeting costs less than two-shot's traffic saves."""
+"""Read by a rank up to here, one-shot's single meeting should cost less than two-shot's traffic saves. An estimate, not
+yet measured on GPUs."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """What a compiled kernel's binary says of itself: registers, spills, stack, shared memory, matrix instructions.
 
 NVIDIA: `cuobjdump --dump-resource-usage` gives registers and stack but no spills, so local loads and stores are
-counted in nvdisasm's listing; both tools are in Triton's wheel. AMD: the metadata at the end of the assembly. Shared
-memory (LDS) is the compiler's own word for both: over the limit it compiles without an error, and fails at launch.
+counted in nvdisasm's listing; both tools are in Triton's wheel. Disassembly takes longer than compilation, so it is
+left out where it has nothing to say: no tl.dot, and no stack, without which nothing can be spilled to it.
+AMD: the metadata at the end of the assembly. Shared memory (LDS) is the compiler's own word for both: over the limit
+it compiles without an error, and fails at launch.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from typing import Any
 
 _SASS_MATRIX = re.compile(r"\b(UTC[A-Z]*MMA|[HQI]G?MMA)\b")
 _AMD_MATRIX = re.compile(r"\bv_mfma_\w+")
-_DOT = re.compile(r"tt\.dot .*-> tensor<(?:\d+x)?(\d+)x\d+x\w+>")
+_DOT = re.compile(r"tt\.dot .*: tensor<(?:\d+x)+(\w+)> \*.*-> tensor<(?:\d+x)?(\d+)x\d+x\w+>")
+"""An operand's type and the rows of the result."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class Reading:
     """Distinct matrix instructions."""
     dot_rows: int
     """Rows of the tallest tl.dot, 0 without one."""
+    dot_types: tuple[str, ...]
+    """Operand types of all tl.dot, as MLIR writes them."""
 
     def plain(self) -> dict[str, Any]:
         return asdict(self)
@@ -42,7 +47,11 @@ class Reading:
 def read(compiled: Any, tools: Path) -> Reading:
     """`compiled` is triton.compile's result; `tools` holds cuobjdump and nvdisasm."""
     target, metadata = compiled.metadata.target, compiled.metadata
-    registers, spills, stack, matrix = (_amd if target.backend == "hip" else _nvidia)(compiled, tools)
+    dots = _DOT.findall(compiled.asm["ttir"])
+    if target.backend == "hip":
+        registers, spills, stack, matrix = _amd(compiled)
+    else:
+        registers, spills, stack, matrix = _nvidia(compiled, tools, has_dots=bool(dots))
     return Reading(
         registers=registers,
         spills=spills,
@@ -50,27 +59,29 @@ def read(compiled: Any, tools: Path) -> Reading:
         shared=metadata.shared,
         threads=metadata.num_warps * target.warp_size,
         matrix=matrix,
-        dot_rows=max((int(rows) for rows in _DOT.findall(compiled.asm["ttir"])), default=0),
+        dot_rows=max((int(rows) for _, rows in dots), default=0),
+        dot_types=tuple(sorted({operand for operand, _ in dots})),
     )
 
 
-def _nvidia(compiled: Any, tools: Path) -> tuple[int, int, int, tuple[str, ...]]:
+def _nvidia(compiled: Any, tools: Path, has_dots: bool) -> tuple[int, int, int, tuple[str, ...]]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = _run(tools / "cuobjdump", "--dump-resource-usage", file.name)
-        code = _run(tools / "nvdisasm", "-c", file.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, f"cuobjdump names no registers: {usage}"
+        found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+        assert found, f"cuobjdump names no registers: {usage}"
+        registers, stack = int(found[1]), int(found[2])
+        code = _run(tools / "nvdisasm", "-c", "-ndf", file.name) if has_dots or stack else ""
     spills = len(re.findall(r"\b(?:STL|LDL)\b", code))
-    return int(found[1]), spills, int(found[2]), tuple(sorted(set(_SASS_MATRIX.findall(code))))
+    return registers, spills, stack, tuple(sorted(set(_SASS_MATRIX.findall(code))))
 
 
 def _run(*command: Any) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _amd(compiled: Any, tools: Path) -> tuple[int, int, int, tuple[str, ...]]:
+def _amd(compiled: Any) -> tuple[int, int, int, tuple[str, ...]]:
     code = compiled.asm["amdgcn"]
 
     def number(key: str) -> int:

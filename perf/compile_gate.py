@@ -76,6 +76,10 @@ def problems(reading: Reading, matrix: str | None, architecture: str) -> list[st
         (file > limits.register_file, f"{file} registers in all, limit {limits.register_file}"),
         (reading.threads > 1024, f"{reading.threads} threads"),
         (not uses_matrix_units(reading, matrix, architecture), _unused(reading, matrix)),
+        (
+            matrix is None and not set(reading.dot_types) <= {"f32"},
+            f"undeclared dots of {', '.join(reading.dot_types)}",
+        ),
     )
     return [words for wrong, words in findings if wrong]
 
@@ -101,8 +105,7 @@ def verdict(answer: dict[str, Any]) -> list[str]:
     """Problems of a worker's answer."""
     if "error" in answer:
         return [answer["error"]]
-    return problems(Reading(**answer["reading"] | {"matrix": tuple(answer["reading"]["matrix"])}),
-                    answer["matrix"], answer["architecture"])  # fmt: skip
+    return problems(Reading(**answer["reading"]), answer["matrix"], answer["architecture"])
 
 
 class Worker:

@@ -82,12 +82,17 @@ def versions() -> dict[str, str]:
     return found
 
 
+def commit() -> str:
+    """The commit at hand; a plus says that files differ from it."""
+    return _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain") else "")
+
+
 def write(name: str, options: Options, measurement: Measurement) -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     record = {
         "figure": name,
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain") else ""),
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
         "versions": versions(),

@@ -15,7 +15,7 @@ from typing import Any
 from perf.figure import RESULTS, ROOT
 
 README = ROOT / "README.md"
-_BLOCK = re.compile(r"(<!-- perf:(\w+) -->\n).*?(<!-- /perf:\2 -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- perf:([\w-]+) -->\n).*?(<!-- /perf:\2 -->)", re.DOTALL)
 
 
 def render(check: bool) -> int:

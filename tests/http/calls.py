@@ -34,7 +34,9 @@ async def acall(
     return await api.handle(ApiRequest(method, path, headers, query=query, body=data))
 
 
-def call(api: Api, method: str, target: str, body: Any = None, headers: dict[str, str | None] | None = None) -> ApiResponse:
+def call(
+    api: Api, method: str, target: str, body: Any = None, headers: dict[str, str | None] | None = None
+) -> ApiResponse:
     return asyncio.run(acall(api, method, target, body, headers))
 
 

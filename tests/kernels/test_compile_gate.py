@@ -18,9 +18,9 @@ from perf.binary import Reading
 from perf.compile_gate import LIMITS, problems, split
 
 GOOD = {
-    "sm_90": Reading(128, 0, 0, 100_000, 256, ("HGMMA",), 128),
-    "sm_100": Reading(128, 0, 0, 100_000, 256, ("UTCHMMA",), 128),
-    "gfx942": Reading(128, 0, 0, 60_000, 256, ("v_mfma_f32_32x32x8_bf16",), 128),
+    "sm_90": Reading(128, 0, 0, 100_000, 256, ("HGMMA",), 128, ("bf16",)),
+    "sm_100": Reading(128, 0, 0, 100_000, 256, ("UTCHMMA",), 128, ("bf16",)),
+    "gfx942": Reading(128, 0, 0, 60_000, 256, ("v_mfma_f32_32x32x8_bf16",), 128, ("bf16",)),
 }
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -76,6 +76,11 @@ def test_the_matrix_class_goes_by_type_and_height(
 ) -> None:
     reading = dataclasses.replace(GOOD[architecture], matrix=(instruction,), dot_rows=rows)
     assert compile_gate.uses_matrix_units(reading, matrix, architecture) is good
+
+
+def test_dots_that_a_spec_does_not_declare_are_a_problem() -> None:
+    assert problems(GOOD["sm_90"], None, "sm_90") == ["undeclared dots of bf16"]
+    assert not problems(dataclasses.replace(GOOD["sm_90"], dot_types=("f32",)), None, "sm_90")
 
 
 @needs_triton

@@ -54,5 +54,5 @@ def test_a_killed_peer_is_noticed_and_named(segment: Segment) -> None:
     assert victim.wait(60) == -9
     said = finish(survivor)
     assert said["peer"] == 1
-    assert said["drained_s"] < 1 < 60 > said["noticed_s"], said
+    assert said["drained_s"] < said["noticed_s"], f"twenty launches of a poisoned queue cost less than one wait: {said}"
     victim.communicate()

@@ -1,0 +1,112 @@
+"""Steps of the CUDA runner over fake device tensors: what the interpreter cannot show, because there all is one device.
+
+Run as a process of its own (`test_fake_cuda.py`), since Triton must be imported, and not interpreted. Launches are
+recorded instead of run. Fake tensors refuse operations over two devices, and everything that would need a value: so
+a step that is submitted here mixes no devices, and makes the host wait for nothing. torch's CPU build indexes no fake
+CUDA tensors, so the device is a private one that passes for a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from typing import Any
+
+os.environ["SLIPRING_COMPILE_KERNELS"] = "1"
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from triton.runtime.jit import JITFunction
+
+from slipring.kernels import linear
+from slipring.shm.params import SamplingParams
+from slipring.workers.cuda.device import HostDevice
+from slipring.workers.cuda.runner import CudaRunner
+from slipring.workers.kv_cache import DTYPES, KvCache
+from tests.kernels.on_gpu import OnGpu
+from tests.workers.runner_rig import GREEDY, Rig
+from tests.workers.tiny_models import save_tiny
+
+EDITED = SamplingParams(
+    max_tokens=1, seed=3, repetition_penalty=1.3, logit_bias=((9, 2.0),), min_tokens=3, stop_token_ids=(7,), logprobs=3
+)
+launches: Counter[str] = Counter()
+
+
+class FakeCuda(HostDevice):
+    """As `HostDevice`, but device memory is fake memory of a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch = torch.device("fakegpu:0")
+
+    def upload(self, array: NDArray[Any]) -> Tensor:
+        # Not a copy: a fake copy of a single number would be calculated with for real.
+        return torch.empty(array.shape, dtype=torch.from_numpy(array).dtype, device=self.torch)
+
+
+def launch(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    """In the place of a launch."""
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    elsewhere = [(x.device, tuple(x.shape)) for x in tensors if x.device.type != "fakegpu"]
+    assert tensors and not elsewhere, f"{kernel.__name__} is given tensors of another device: {elsewhere}"
+    assert all(int(n) > 0 for n in grid), f"{kernel.__name__}: grid {grid}"
+    launches[kernel.__name__] += 1
+
+
+def to_cuda(owner: Any, mode: FakeTensorMode) -> None:
+    """Every tensor of a model becomes a fake one on a GPU."""
+    for name, value in vars(owner).items():
+        if isinstance(value, Tensor):
+            setattr(owner, name, mode.from_tensor(value).to("fakegpu:0"))
+        elif isinstance(value, list):
+            for item in value:
+                to_cuda(item, mode)
+        elif type(value).__module__.startswith("slipring.workers.models"):
+            to_cuda(value, mode)
+
+
+class Submitting(CudaRunner):
+    """Submits only: what comes back has no values."""
+
+    def run(self, step: Any, output: Any) -> None:
+        flight = self.submit(step)
+        assert isinstance(flight.buffers.tokens, FakeTensor)
+        self._buffers.give_back(flight.buffers)
+        num_rows = int(step.header[step.NUM_ROWS])
+        output.num_accepted[:num_rows] = np.isin(np.arange(num_rows), flight.sampled)
+        output.tokens[:num_rows] = 5
+
+
+def main(family: str, folder: str) -> None:
+    linear._onednn_runs = lambda dtype: False  # weights stay row-major, as on a GPU
+    _setup_privateuseone_for_python_backend("fakegpu")
+    JITFunction.run = launch  # pyright: ignore[reportAttributeAccessIssue]
+    from pathlib import Path
+
+    spec, _ = save_tiny(family, Path(folder))
+    rig = Rig(spec, dtype="bfloat16", max_num_seqs=3)
+    with OnGpu(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        device = FakeCuda()
+        to_cuda(rig.model, mode)
+        kv = KvCache(spec, 64, rig.config.block_size, DTYPES["bfloat16"], device.torch)
+        rig.runner = Submitting(device, rig.config, rig.model, kv, rig.table)  # pyright: ignore
+        rows = [rig.admit([5, 9, 200, 31], GREEDY), rig.admit([7] * 20, EDITED), rig.admit([8] * 9, GREEDY)]
+        rig.run([], [(rows[0], 4)])
+        rig.run([rows[0]], [(rows[1], 11), (rows[2], 9)])
+        rig.run([rows[0]], [(rows[1], 9)])
+        for _ in range(9):
+            rig.run(rows)
+            rig.run([rows[0], rows[2]])
+        for bucket in rig.runner.decode.buckets:  # pyright: ignore[reportAttributeAccessIssue]
+            rig.runner.decode.run_empty(bucket)  # pyright: ignore[reportAttributeAccessIssue]
+    print(" ".join(sorted(launches)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
