@@ -19,7 +19,7 @@ import numpy as np
 import uvloop
 
 from perf.figure import ROOT, Measurement, Options, percentile
-from slipring.shm.doorbell import Doorbell, Waiter
+from slipring.shm.doorbell import Doorbell, LoopWaiter, Waiter
 from slipring.shm.ring import RingReader, RingWriter, create_ring
 from slipring.shm.segment import Segment
 from slipring.shm.wire import SlotKind, StepInputView, StepOutputView, StepShape
@@ -133,16 +133,15 @@ def _doorbell(count: int) -> np.ndarray:
 
 
 async def _loop(count: int) -> np.ndarray:
-    """The engine's own way: the worker's doorbell wakes a callback of the loop, which sends the next step."""
+    """The engine's own way: the loop sees the answer in one of its turns, or its doorbell wakes it."""
     link = Link(worker_spin_us=100)
     loop = asyncio.get_running_loop()
     times = np.zeros(count)
     done = loop.create_future()
     index, began = 0, time.perf_counter_ns()
 
-    def on_doorbell() -> None:
+    def on_outputs() -> None:
         nonlocal index, began
-        link.bells[1].clear()
         if link.outputs.try_read() is None:
             return
         link.receive(index)
@@ -153,13 +152,14 @@ async def _loop(count: int) -> np.ndarray:
             return
         began = time.perf_counter_ns()
         link.send(index)
+        waiter.expect()
 
-    loop.add_reader(link.bells[1].fd, on_doorbell)
-    link.bells[1].clear()
+    waiter = LoopWaiter(loop, link.bells[1], lambda: link.outputs.try_read() is not None, on_outputs, max_spin_us=50)
     began = time.perf_counter_ns()
     link.send(0)
+    waiter.expect()
     await done
-    loop.remove_reader(link.bells[1].fd)
+    waiter.close()
     link.close()
     return times
 

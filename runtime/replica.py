@@ -33,7 +33,7 @@ from slipring.scheduler.request import FinishReason, Request
 from slipring.scheduler.scheduler import Scheduler
 from slipring.scheduler.step import ProtocolError, Returned, Step
 from slipring.shm import wire
-from slipring.shm.doorbell import Doorbell
+from slipring.shm.doorbell import Doorbell, LoopWaiter
 from slipring.shm.ring import RingReader, RingWriter, create_ring
 from slipring.shm.segment import Segment
 from slipring.shm.spec import ModelSpec, WorkerConfig
@@ -102,6 +102,7 @@ class Replica:
         self._ready: asyncio.Future[wire.Ready] = self._loop.create_future()
         self._pacer = Pacer()
         self._timer: asyncio.TimerHandle | None = None
+        self._waiter: LoopWaiter | None = None
         self._kick_scheduled = False
         self.state = ReplicaState.STARTING
         self.worker = WorkerProcess(self._on_worker_exit)
@@ -120,7 +121,8 @@ class Replica:
 
     async def start(self, timeout_s: float) -> wire.Ready:
         """Spawn the worker and wait until it is ready. Raises ReplicaDeadError, or OSError from the spawn."""
-        self._loop.add_reader(self._output_bell.fd, self._on_doorbell)
+        ready = self._outputs_are_there
+        self._waiter = LoopWaiter(self._loop, self._output_bell, ready, self._on_outputs, _SPIN_US)
         inherit = (
             self._steps.segment.fd,
             self._outputs.segment.fd,
@@ -153,7 +155,8 @@ class Replica:
         if self.state is ReplicaState.CLOSED:
             return
         self.state = ReplicaState.CLOSED
-        self._loop.remove_reader(self._output_bell.fd)
+        if self._waiter is not None:
+            self._waiter.close()
         self._cancel_timer()
         self.worker.close()
         if not self._ready.done():
@@ -225,9 +228,11 @@ class Replica:
 
     # --- the step loop ------------------------------------------------------------------------------------------
 
-    def _on_doorbell(self) -> None:
+    def _outputs_are_there(self) -> bool:
+        return self._outputs.try_read() is not None
+
+    def _on_outputs(self) -> None:
         """Take what has come back, at most one pipeline's worth, so that the loop gets round to everybody else."""
-        self._output_bell.clear()
         for _ in range(self._depth):
             slot = self._outputs.try_read()
             if slot is None:
@@ -236,7 +241,7 @@ class Replica:
             if self.state is ReplicaState.CLOSED:
                 return  # somebody closed us from within a sink
             self._outputs.advance()
-        if self._outputs.try_read() is not None:
+        if self._outputs_are_there():
             self._output_bell.ring()
 
     def _take_output(self, slot: int) -> None:
@@ -286,6 +291,8 @@ class Replica:
             return None  # rows or blocks must come back first
         self._steps.publish(SlotKind.STEP, self._step_shape.input_bytes, step.step_id)
         self._step_bell.ring()
+        if self._waiter is not None:
+            self._waiter.expect()
         self._pacer.published(step, time.monotonic())
         return step
 
@@ -349,8 +356,8 @@ class Replica:
     def _on_worker_exit(self, status: int) -> None:
         if self.state in (ReplicaState.CLOSING, ReplicaState.CLOSED):
             return
-        while self._outputs.try_read() is not None and self.state in (ReplicaState.STARTING, ReplicaState.SERVING):
-            self._on_doorbell()  # outputs that were published before the end still count
+        while self._outputs_are_there() and self.state in (ReplicaState.STARTING, ReplicaState.SERVING):
+            self._on_outputs()  # outputs that were published before the end still count
         self._fail(f"the worker (pid {self.worker.pid}) {self.worker.describe_exit(status)}")
 
     def _fail(self, reason: str, explained: bool = False) -> None:

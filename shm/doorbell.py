@@ -1,12 +1,13 @@
 """Waiting beside a ring: a short adaptive spin, then sleep on an eventfd.
 
 The ringing side always writes the eventfd; it never guesses whether the other side sleeps (a store and the load
-that follows it may be reordered even on x86, and that loses wake-ups). The event loop waits with `add_reader`; a
-worker waits with `Doorbell.wait`.
+that follows it may be reordered even on x86, and that loses wake-ups). A worker waits with `Waiter`, the event loop
+with `LoopWaiter`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import time
@@ -79,3 +80,60 @@ class Waiter:
                 return True
         self._spin_us = max(min(self._MIN_SPIN_US, self._max_spin_us), self._spin_us / 2)
         return ready()
+
+
+class LoopWaiter:
+    """The event loop's wait for its ring: `add_reader` on the doorbell, and a short adaptive poll before that.
+
+    The poll is one look at the ring per turn of the loop, never a block: while it lasts the loop does not sleep, and
+    serves its sockets as ever. Like a worker's spin it doubles when it paid and halves when it did not, so that an
+    idle engine sleeps and one with long steps looks once.
+    """
+
+    _MIN_SPIN_US = 1.0
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        doorbell: Doorbell,
+        ready: Callable[[], bool],
+        on_ready: Callable[[], None],
+        max_spin_us: int,
+    ) -> None:
+        """`on_ready` is called when the doorbell rang (perhaps for what was taken already) or when `ready()` holds."""
+        self._loop = loop
+        self._doorbell = doorbell
+        self._ready = ready
+        self._on_ready = on_ready
+        self._max_spin_us = self._spin_us = float(max_spin_us) if MAY_SPIN else 0.0
+        self._poll_until_ns = 0
+        self._polling = False
+        loop.add_reader(doorbell.fd, self._on_ring)
+
+    def expect(self) -> None:
+        """Something was sent; an answer may come soon."""
+        self._poll_until_ns = time.perf_counter_ns() + int(self._spin_us * 1e3)
+        if not self._polling and self._max_spin_us:
+            self._polling = True
+            self._loop.call_soon(self._poll)
+
+    def close(self) -> None:
+        """`on_ready` is not called any more."""
+        self._loop.remove_reader(self._doorbell.fd)
+        self._max_spin_us = self._poll_until_ns = 0
+        self._ready = lambda: False
+
+    def _poll(self) -> None:
+        if self._ready():
+            self._spin_us = min(self._max_spin_us, self._spin_us * 2)
+            self._polling = False
+            self._on_ready()
+        elif time.perf_counter_ns() < self._poll_until_ns:
+            self._loop.call_soon(self._poll)
+        else:
+            self._spin_us = max(min(self._MIN_SPIN_US, self._max_spin_us), self._spin_us / 2)
+            self._polling = False
+
+    def _on_ring(self) -> None:
+        self._doorbell.clear()
+        self._on_ready()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -10,11 +12,12 @@ import time
 
 import numpy as np
 import pytest
+import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipring.shm import layout
-from slipring.shm.doorbell import Doorbell, Waiter
+from slipring.shm.doorbell import Doorbell, LoopWaiter, Waiter
 from slipring.shm.layout import Phase
 from slipring.shm.ring import RingReader, RingWriter
 from slipring.shm.segment import Segment
@@ -106,7 +109,7 @@ READER = """
 import sys, time, os
 from slipring.shm.ring import RingReader
 from slipring.shm.segment import Segment
-from slipring.shm.doorbell import Doorbell, Waiter
+from slipring.shm.doorbell import Doorbell, LoopWaiter, Waiter
 from slipring.shm.layout import Phase
 import numpy as np
 fd, nbytes, bell, index, count, pause, die_at = map(int, sys.argv[1:])
@@ -176,6 +179,45 @@ def test_waiting_uses_no_cpu_and_ends_with_the_lifeline() -> None:
     assert time.process_time() - before < 0.05
     os.close(write_end)
     assert not waiter.wait(lambda: False)
+
+
+@pytest.mark.parametrize("max_spin_us", [0, 200])
+def test_the_loop_sees_every_answer_polling_or_sleeping(max_spin_us: int) -> None:
+    """The other side answers at once, or after the poll has given up, at random; nothing is lost or seen twice."""
+
+    async def scenario() -> None:
+        loop, bell, rng = asyncio.get_running_loop(), Doorbell(), random.Random(3)
+        there: list[int] = []
+        taken: list[int] = []
+        done = loop.create_future()
+
+        def answer(number: int) -> None:
+            there.append(number)
+            bell.ring()
+
+        def send() -> None:
+            loop.call_later(rng.choice([0, 0, 0.0001, 0.002]), answer, len(taken))
+            waiter.expect()
+
+        def take() -> None:
+            if there:
+                taken.append(there.pop())
+                if len(taken) == 300:
+                    done.set_result(None)
+                else:
+                    send()
+
+        waiter = LoopWaiter(loop, bell, lambda: bool(there), take, max_spin_us)
+        send()
+        await asyncio.wait_for(done, 20)
+        assert taken == list(range(300))
+        waiter.close()
+        answer(300)
+        await asyncio.sleep(0.01)
+        assert len(taken) == 300, "nothing after close"
+        bell.close()
+
+    uvloop.run(scenario())
 
 
 def test_a_ring_before_the_wait_is_not_lost() -> None:
