@@ -92,13 +92,14 @@ async def _prompts(model: ServedModel, body: CompletionBody) -> list[Prompt]:
         return [await _from_text(model, body, prompt)]
     if not prompt:
         raise _wrong_prompt()
-    if all(isinstance(item, int) for item in prompt):
+    kinds = set(map(type, prompt))  # a prompt of 100,000 ids must not hold up the loop
+    if kinds == {int}:
         return [_from_ids(model, body, prompt)]
     if len(prompt) > limits.MAX_PROMPTS:
         raise bad_request(f"`prompt` may hold at most {limits.MAX_PROMPTS} prompts, got {len(prompt)}.", "prompt")
-    if all(isinstance(item, str) for item in prompt):
+    if kinds == {str}:
         return [await _from_text(model, body, str(item)) for item in prompt]
-    if all(isinstance(item, list) for item in prompt):
+    if kinds == {list}:
         return [_from_ids(model, body, item) for item in prompt]
     raise _wrong_prompt()
 
@@ -110,10 +111,11 @@ async def _from_text(model: ServedModel, body: CompletionBody, text: str) -> Pro
 
 
 def _from_ids(model: ServedModel, body: CompletionBody, token_ids: Any) -> Prompt:
-    model.rules.check_ids(token_ids, "prompt")
+    token_ids = model.rules.check_ids(token_ids, "prompt")
     # Too long a prompt is refused later on; decoding it just to echo it would be wasted.
     fits = len(token_ids) <= model.engine.max_model_len
-    echo = model.engine.tokenizer.decode(token_ids, skip_special_tokens=False) if body.echo and fits else ""
+    decode = model.engine.tokenizer.decode
+    echo = decode(token_ids.tolist(), skip_special_tokens=False) if body.echo and fits else ""
     return Prompt(token_ids, echo)
 
 

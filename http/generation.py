@@ -6,9 +6,12 @@ together: when the engine refuses one, those already submitted are aborted and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from slipring.http.bodies import SamplingBody
 from slipring.http.errors import from_engine
@@ -23,7 +26,7 @@ from slipring.runtime.request import Delta, EngineError, GenerationRequest
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    token_ids: list[int]
+    token_ids: Sequence[int] | NDArray[np.int64]
     echo: str = ""
     """Text that comes before what is generated."""
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from slipring.http import config as limits
 from slipring.http.bodies import SamplingBody
-from slipring.http.errors import bad_request
+from slipring.http.errors import ApiError, bad_request
 from slipring.runtime.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 if TYPE_CHECKING:
@@ -99,14 +102,21 @@ class SamplingRules:
             entries.append((int(key), value))
         return tuple(entries)
 
-    def check_ids(self, ids: list[int], param: str) -> None:
+    def check_ids(self, ids: list[int], param: str) -> NDArray[np.int64]:
         """Token ids given by a client must exist: an id outside the vocabulary would index other rows' memory."""
-        if ids and not (min(ids) >= 0 and max(ids) < self._vocab_size):
-            bad = next(i for i in ids if not 0 <= i < self._vocab_size)
-            shown = bad if abs(bad) < _INT64 else "a number out of range"
-            raise bad_request(
-                f"`{param}` holds {shown}, which is no token id: they run from 0 to {self._vocab_size - 1}.", param
-            )
+        try:
+            found = np.asarray(ids, np.int64)
+        except OverflowError:
+            raise self._no_token("a number out of range", param) from None
+        if len(found) and not (found.min() >= 0 and found.max() < self._vocab_size):
+            bad = found[(found < 0) | (found >= self._vocab_size)][0]
+            raise self._no_token(str(bad), param)
+        return found
+
+    def _no_token(self, shown: str, param: str) -> ApiError:
+        return bad_request(
+            f"`{param}` holds {shown}, which is no token id: they run from 0 to {self._vocab_size - 1}.", param
+        )
 
 
 def stop_strings(body: SamplingBody) -> tuple[str, ...]:

@@ -74,11 +74,16 @@ class Stream(asyncio.Protocol):
     def _finish(self, error: str | None) -> None:
         if self._done.done():
             return
-        self.error = error or self._check()
+        self.error = error
         self._done.set_result(None)
         self._transport.close()
 
-    def _check(self) -> str | None:
+    def check(self) -> None:
+        """Judge the answer. Only once all are in: it takes milliseconds, in which no other stream would be read."""
+        if self.error is None:
+            self.error = self._fault()
+
+    def _fault(self) -> str | None:
         head, _, body = bytes(self._data).partition(b"\r\n\r\n")
         if not head.startswith(b"HTTP/1.1 200"):
             return head.split(b"\r\n")[0].decode()
@@ -101,6 +106,9 @@ async def run(job: Job) -> Outcome:
     began = time.perf_counter()
     streams = await asyncio.gather(*[_one(loop, request, job, i, began) for i in range(job.num_streams)])
     seconds = time.perf_counter() - began
+    for stream in streams:
+        if not isinstance(stream, str):
+            stream.check()
     errors = [stream if isinstance(stream, str) else stream.error for stream in streams]
     errors = [error for error in errors if error]
     good = [stream for stream in streams if not isinstance(stream, str) and stream.error is None]

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from slipring.shm.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
 
@@ -31,7 +33,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and how to continue it. `n` completions share the prompt; their deltas carry `index` 0..n-1."""
 
     request_id: str
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: Sequence[int] | NDArray[np.int64]
     params: SamplingParams
     """`params.choice` is set by the engine for each of the n completions."""
     n: int = 1

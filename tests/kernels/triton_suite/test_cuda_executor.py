@@ -18,6 +18,7 @@ from slipring.shm.spec import ModelSpec, WorkerConfig
 from slipring.shm.table import BatchTable, TableShape
 from slipring.shm.wire import SlotKind, StepFlag, StepInputView, StepOutputView, StepShape
 from slipring.workers.cuda.device import HostDevice
+from slipring.workers.cuda.edits import Edits
 from slipring.workers.cuda.executor import CudaExecutor
 from slipring.workers.cuda.startup import build_executor
 from slipring.workers.kv_cache import MemoryShortageError, block_bytes
@@ -197,7 +198,7 @@ def test_buckets_are_captured_while_the_worker_is_idle(spec: ModelSpec, worker: 
     assert tokens == sequence.outputs
 
 
-def test_a_step_ends_a_capture(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_ends_a_capture_and_a_refused_one_is_the_last(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = worker.executor
     assert executor is not None
     decode = executor._runner.decode
@@ -209,6 +210,15 @@ def test_a_step_ends_a_capture(worker: Worker, monkeypatch: pytest.MonkeyPatch) 
         assert executor._capture_next(lambda: True)
     assert len(decode.uncaptured()) == len(decode.buckets), "left at the first layer"
     assert worker.steps.reader_state(0).phase == Phase.WAITING
+
+    def refused(body: Callable[[], None]) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(worker.device, "capture", refused)
+    with OnGpu():
+        assert not executor._capture_next(lambda: False)
+    assert executor.meanwhile is None, "not tried again"
+    assert worker.thread.is_alive()
 
 
 def test_a_device_fault_ends_the_loop_with_its_words(worker: Worker) -> None:
@@ -223,9 +233,9 @@ def test_a_pool_that_cannot_hold_one_context_is_refused_with_the_largest_that_fi
     changes: dict[str, object] = {"num_blocks": None, "kv_cache_bytes": 0}
     config = worker_config(spec)
     each = block_bytes(spec, config.block_size, torch.float32)
-    fixed = 4 * 260 * 5 + 2 * (8 << 20)  # penalty counts, and what is set aside for two buckets' graphs
+    fixed = Edits.reserve_bytes(4, 2, 260) + 2 * (8 << 20)  # and what is set aside for two buckets' graphs
     worker = Worker(spec, HostDevice(memory_bytes=int((fixed + 5 * each) / 0.98) + 64), **changes)
     assert worker.ready.wait(60)
     assert isinstance(worker.error, MemoryShortageError)
-    assert "--max-model-len 40" in str(worker.error) and "penalty counts" in str(worker.error)
+    assert "--max-model-len 40" in str(worker.error) and "edited draws" in str(worker.error)
     os.close(worker.lifeline)
