@@ -121,7 +121,7 @@ def _add_http_flags(group: Any) -> None:
 
 def _add_model_flags(group: Any) -> None:
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
-    group.add_argument("--device", default="auto", help="auto or cpu (default: auto)")
+    group.add_argument("--device", default="auto", help="auto (the CPU), cpu or cuda:N (default: auto)")
     group.add_argument(
         "--max-model-len",
         type=_tokens,

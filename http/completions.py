@@ -89,25 +89,28 @@ async def _prompts(model: ServedModel, body: CompletionBody) -> list[Prompt]:
     if prompt is None:
         raise bad_request("Missing required field `prompt`.", "prompt", "missing_required_parameter")
     if isinstance(prompt, str):
-        return [await _from_text(model, body, prompt)]
+        return await _from_texts(model, body, [prompt])
     if not prompt:
         raise _wrong_prompt()
+    if not isinstance(prompt[0], int):
+        model.check_choices(len(prompt) * (body.n or 1))
     kinds = set(map(type, prompt))  # a prompt of 100,000 ids must not hold up the loop
     if kinds == {int}:
         return [_from_ids(model, body, prompt)]
     if len(prompt) > limits.MAX_PROMPTS:
         raise bad_request(f"`prompt` may hold at most {limits.MAX_PROMPTS} prompts, got {len(prompt)}.", "prompt")
     if kinds == {str}:
-        return [await _from_text(model, body, str(item)) for item in prompt]
+        return await _from_texts(model, body, [str(item) for item in prompt])
     if kinds == {list}:
         return [_from_ids(model, body, item) for item in prompt]
     raise _wrong_prompt()
 
 
-async def _from_text(model: ServedModel, body: CompletionBody, text: str) -> Prompt:
-    model.check_length(text, "prompt")
-    token_ids = await model.engine.encode(text, add_special_tokens=body.add_special_tokens is not False)
-    return Prompt(token_ids, text if body.echo else "")
+async def _from_texts(model: ServedModel, body: CompletionBody, texts: list[str]) -> list[Prompt]:
+    for text in texts:
+        model.check_length(text, "prompt")
+    found = await model.engine.encode_many(texts, body.add_special_tokens is not False)
+    return [Prompt(ids, text if body.echo else "") for ids, text in zip(found, texts, strict=True)]
 
 
 def _from_ids(model: ServedModel, body: CompletionBody, token_ids: Any) -> Prompt:

@@ -23,7 +23,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Empty: no key is asked for."""
     allowed_origins: tuple[str, ...] = ()
     """Origins whose browsers may call us; `*` is any. Empty: no CORS headers at all."""
-    max_body_bytes: int = 64 << 20
+    max_body_bytes: int = 8 << 20
+    """Many times what the longest context needs; decoding it takes well under a second."""
     keep_alive_timeout_s: float = 75.0
     write_buffer_bytes: int = 256 << 10
     """A stream whose client leaves more than this unread is congested: pieces are merged until it reads on."""

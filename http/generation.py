@@ -102,6 +102,9 @@ class Generation:
         except EngineError as error:
             self.cancel()
             raise from_engine(error, self._plan.param) from None
+        except BaseException:
+            self.cancel()
+            raise
         if not self._requests:
             for index in range(len(self._plan.prompts) * self._plan.n):
                 push(Delta(index=index, finish_reason="length"))
@@ -124,7 +127,7 @@ def _sink(base: int, push: Callable[[Delta], None]) -> Callable[[Delta], None]:
 
 
 async def answer(model: ServedModel, flights: Flights, request: ApiRequest, plan: Plan, style: Style) -> ApiResponse:
-    model.check_choices(len(plan.prompts) * plan.n)
+    model.check_choices(len(plan.prompts) * plan.n, sum(len(prompt.token_ids) for prompt in plan.prompts) * plan.n)
     name = plan.body.model or model.names[0]
     head = model.head(style.prefix, request.request_id, name)
     generation = Generation(model, plan, head.id)

@@ -6,19 +6,29 @@ Defaults come from the request, then from what the model's authors recommend, th
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from slipring.http import config as limits
 from slipring.http.bodies import SamplingBody
 from slipring.http.errors import ApiError, bad_request
-from slipring.runtime.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
+from slipring.runtime.request import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingDefaults,
+    SamplingParams,
+)
 
 if TYPE_CHECKING:
     from slipring.runtime.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 _INT64 = 1 << 63
 _UNSUPPORTED = (
@@ -32,7 +42,7 @@ class SamplingRules:
     """Checks bodies against one model. Raises ApiError (400) naming the first bad field."""
 
     def __init__(self, engine: Engine) -> None:
-        self._defaults = engine.spec.sampling_defaults
+        self._defaults = _usable(engine.spec.sampling_defaults)
         self._eos = engine.spec.eos_token_ids
         self._vocab_size = engine.spec.vocab_size
 
@@ -60,14 +70,9 @@ class SamplingRules:
         """Everything that can be said before the prompt is looked at."""
         _refuse_unsupported(body)
         _within("n", body.n, 1, limits.MAX_CHOICES)
-        _within("temperature", body.temperature, 0, 2)
-        _within("top_p", body.top_p, 0, 1, open_below=True)
-        _within("top_k", body.top_k, -1)
-        _within("min_p", body.min_p, 0, 1)
+        _check_ranges(body)
         _within("presence_penalty", body.presence_penalty, -2, 2)
         _within("frequency_penalty", body.frequency_penalty, -2, 2)
-        # Outside these the penalty overflows or vanishes in float32.
-        _within("repetition_penalty", body.repetition_penalty, 0.01, 100)
         _within("seed", body.seed, -_INT64, _INT64 - 1)
         _within("priority", body.priority, -(1 << 31), (1 << 31) - 1)
         _within("min_tokens", body.min_tokens, 0)
@@ -117,6 +122,28 @@ class SamplingRules:
         return bad_request(
             f"`{param}` holds {shown}, which is no token id: they run from 0 to {self._vocab_size - 1}.", param
         )
+
+
+def _check_ranges(values: Any) -> None:
+    """The fields that a request and a model's recommendation share. Raises ApiError."""
+    _within("temperature", values.temperature, 0, 2)
+    _within("top_p", values.top_p, 0, 1, open_below=True)
+    _within("top_k", values.top_k, -1)
+    _within("min_p", values.min_p, 0, 1)
+    # Outside these the penalty overflows or vanishes in float32.
+    _within("repetition_penalty", values.repetition_penalty, 0.01, 100)
+
+
+def _usable(defaults: SamplingDefaults) -> SamplingDefaults:
+    """Files in the wild recommend NaN and the like; such a value would make every request fail."""
+    for name in defaults.__struct_fields__:
+        alone = type(defaults)(**{name: getattr(defaults, name)})
+        try:
+            _check_ranges(alone)
+        except ApiError as error:
+            logger.warning("the model recommends a value that cannot be used, so it is ignored: %s", error)
+            defaults = msgspec.structs.replace(defaults, **{name: None})
+    return defaults
 
 
 def stop_strings(body: SamplingBody) -> tuple[str, ...]:

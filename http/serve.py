@@ -36,7 +36,7 @@ SHUTTING_DOWN = "The server is shutting down."
 
 
 def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
-    """Serve until told to stop. Returns the exit status."""
+    """Serve until told to stop, then end the process. Returns an exit status only when it never served."""
     raise_descriptor_limit()
     try:
         sockets = bind(server_config.host, server_config.port)
@@ -46,12 +46,10 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         status = runner.run(Service(engine_config, server_config, sockets).run())
-        if status:
-            # Threads (a long text being tokenized) must not hold up a process whose engine has gone.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-    return status
+        # Not by returning: threads that still tokenize a long text would hold up the exit.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def raise_descriptor_limit() -> None:
@@ -104,13 +102,15 @@ class Service:
     async def _drain(self, engine: Engine) -> int:
         """SIGTERM or Ctrl-C: what is in flight may finish, nothing new is taken."""
         self._api.draining = True
+        deadline = asyncio.get_running_loop().time() + self._config.shutdown_timeout_s
         num_open = len(self._api.flights)
         if num_open:
             timeout = self._config.shutdown_timeout_s
             self._console.line(f"Shutting down: {num_open} answers have up to {timeout:g} s. Ctrl-C again to stop now.")
         await engine.drain(self._config.shutdown_timeout_s)
         self._api.flights.fail_all(SHUTTING_DOWN)
-        await self._server.stop(FLUSH_S)
+        # Who reads slowly, but reads, has the rest of the time to get what is written already.
+        await self._server.stop(max(FLUSH_S, deadline - asyncio.get_running_loop().time()))
         await engine.stop()
         self._console.line("Stopped.")
         return 0

@@ -57,9 +57,15 @@ class ServedModel:
         except EngineError as error:
             raise from_engine(error, param) from None
 
-    def check_choices(self, count: int) -> None:
-        """Raises ApiError (400) for more completions in one request than may ever wait."""
+    def check_choices(self, count: int, num_tokens: int = 0) -> None:
+        """Raises ApiError (400) for more completions, or prompt tokens, in one request than may ever wait."""
         most = self.engine.max_queued_requests
+        if num_tokens > self.engine.max_queued_tokens and count > 1:
+            raise bad_request(
+                f"The prompts have {num_tokens} tokens together (times `n`), and at most "
+                f"{self.engine.max_queued_tokens} may wait (--max-queued-tokens).",
+                "n",
+            )
         if count > most:
             raise bad_request(
                 f"`n` times the number of prompts is {count}, and at most {most} completions may wait "

@@ -15,12 +15,14 @@ import asyncio
 import functools
 import logging
 import socket
+from collections.abc import Coroutine
 from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import HttpVersion11, web
 
 from slipring.http.api import Api
+from slipring.http.config import ServerConfig
 from slipring.http.errors import ApiError, bad_request, internal_error
 from slipring.http.exchange import ApiRequest, ApiResponse
 from slipring.http.stream import FrameStream
@@ -28,6 +30,8 @@ from slipring.http.stream import FrameStream
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
+_LINGER_S = 2.0
+"""After an answer that came before the whole body: how long the rest is still read, so that the answer arrives."""
 _DECODED = ("", "identity", "gzip", "deflate")
 """Content encodings that aiohttp undoes; it would pass others through as they are."""
 
@@ -79,6 +83,7 @@ class HttpServer:
             handler_cancellation=True,
             access_log=None,
             keepalive_timeout=self._config.keep_alive_timeout_s,
+            lingering_time=_LINGER_S,
             logger=logger,
         )
         for listener in sockets:
@@ -93,13 +98,15 @@ class HttpServer:
             await self._protocols.shutdown(timeout_s)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        response = await self._api.handle(_api_request(request, self._config.max_body_bytes))
+        response = await self._api.handle(_api_request(request, self._config))
         response.headers["Server"] = "slipring"
         if isinstance(response.body, FrameStream):
             return await self._stream(request, response, response.body)
         reply = web.Response(status=response.status, body=response.body, headers=response.headers)
-        if self._api.draining or response.status == 413:
+        if self._api.draining or response.status in (408, 413):
             reply.force_close()
+        await reply.prepare(request)
+        await self._while_it_reads(request, reply.write_eof())
         return reply
 
     async def _stream(self, request: web.BaseRequest, response: ApiResponse, stream: FrameStream) -> web.StreamResponse:
@@ -131,19 +138,24 @@ class HttpServer:
 
     async def _make_room(self, request: web.BaseRequest) -> None:
         """Wait until the client has read enough. Raises ConnectionResetError when it has gone, or reads nothing."""
-        transport = _open_transport(request)
+        _open_transport(request)
         if not request.protocol.writing_paused:
             return
-        draining = asyncio.ensure_future(request.writer.drain())
-        draining.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await self._while_it_reads(request, request.writer.drain())
+
+    async def _while_it_reads(self, request: web.BaseRequest, writing: Coroutine[Any, Any, None]) -> None:
+        """Await `writing` for as long as the client takes something. Raises ConnectionResetError when it does not."""
+        transport = _open_transport(request)
+        task = asyncio.ensure_future(writing)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
         while True:
             unsent = transport.get_write_buffer_size()
             # Not wait_for: cancelling a drain would leave aiohttp with a dead waiter for the next one.
-            done, _ = await asyncio.wait({draining}, timeout=self._config.stall_timeout_s)
+            done, _ = await asyncio.wait({task}, timeout=self._config.stall_timeout_s)
             if done:
-                draining.result()
+                task.result()
                 return
-            if transport.get_write_buffer_size() >= unsent:
+            if transport.get_write_buffer_size() >= unsent > 0:
                 transport.abort()
                 raise ConnectionResetError(f"the client read nothing for {self._config.stall_timeout_s:g} s")
 
@@ -209,30 +221,35 @@ class _Connection(web.RequestHandler):
         return reply
 
 
-def _api_request(request: web.BaseRequest, max_body_bytes: int) -> ApiRequest:
+def _api_request(request: web.BaseRequest, config: ServerConfig) -> ApiRequest:
     target = request.raw_path
     if not target.startswith("/") and "://" in target:  # absolute form, as sent to proxies
         parts = urlsplit(target)
         target = f"{parts.path or '/'}?{parts.query}"
     path, _, query = target.partition("?")
-    reader = functools.partial(_read_body, request, max_body_bytes)
+    reader = functools.partial(_read_body, request, config)
     return ApiRequest(request.method, path, request.headers, query=query, reader=reader)
 
 
-async def _read_body(request: web.BaseRequest, max_body_bytes: int) -> bytes:
+async def _read_body(request: web.BaseRequest, config: ServerConfig) -> bytes:
     """The decoded body. Raises ApiError."""
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in _DECODED:
         raise ApiError(415, "The Content-Encoding must be gzip, deflate or none.", code="unsupported_media_type")
-    too_large = ApiError(413, f"The body is larger than {max_body_bytes} bytes.", code="body_too_large")
-    if (request.content_length or 0) > max_body_bytes:
+    too_large = ApiError(413, f"The body is larger than {config.max_body_bytes} bytes.", code="body_too_large")
+    if (request.content_length or 0) > config.max_body_bytes:
         raise too_large
     if request.headers.get("expect", "").lower() == "100-continue":
         _open_transport(request).write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    body = bytearray()
     try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise too_large from None
+        while data := await asyncio.wait_for(request.content.readany(), config.stall_timeout_s):
+            body += data
+            if len(body) > config.max_body_bytes:
+                raise too_large
+        return bytes(body)
+    except TimeoutError:
+        raise ApiError(408, "The body did not arrive in time.", code="request_timeout") from None
     except web.RequestPayloadError as error:
         raise bad_request(f"The body cannot be read: {error}.", code="invalid_body") from None
 

@@ -14,10 +14,13 @@ end; a failed stream ends with its error frame and never with the tail; after th
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol, cast
 
 from slipring.runtime.request import Delta, TokenLogprob
+
+logger = logging.getLogger(__name__)
 
 
 class Renderer(Protocol):
@@ -61,7 +64,11 @@ class FrameStream:
         elif self._merging:
             self._hold(delta)
         else:
-            self._send(self._render(delta))
+            try:
+                self._send(self._render(delta))
+            except Exception:
+                logger.exception("a frame could not be made")
+                self.fail("The answer could not be written.")
 
     def fail(self, message: str) -> None:
         """End the stream with an error frame (after what is still held); the engine's work for it is cancelled."""

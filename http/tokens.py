@@ -20,6 +20,7 @@ async def tokenize(model: ServedModel, request: ApiRequest) -> ApiResponse:
     else:
         text = await model.engine.text_work(len(data), conversation.render, model.engine, body, body.tools)
         add_special = bool(body.add_special_tokens)
+    model.check_length(text, "prompt" if body.messages is None else "messages")
     token_ids = await model.engine.encode(text, add_special_tokens=add_special)
     names = [model.logprobs.text(token_id) for token_id in token_ids] if body.return_token_strs else None
     return ApiResponse.json(
@@ -35,5 +36,6 @@ async def tokenize(model: ServedModel, request: ApiRequest) -> ApiResponse:
 async def detokenize(model: ServedModel, request: ApiRequest) -> ApiResponse:
     body = decode(await request.read(), DetokenizeBody)
     model.check_name(body.model)
+    model.room(max(1, len(body.tokens)), "tokens", least=0)
     model.rules.check_ids(body.tokens, "tokens")
     return ApiResponse.json({"prompt": model.engine.tokenizer.decode(body.tokens, skip_special_tokens=False)})

@@ -24,7 +24,7 @@ def linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: 
 
 def pack_weight(weight: Tensor) -> Tensor:
     """[out, in] row-major -> the form that `linear` is fastest with on this device. The argument may be freed."""
-    if weight.device.type == "cpu" and _onednn_runs(weight.dtype):
+    if not weight.is_cuda and _onednn_runs(weight.dtype):
         return torch.ops.mkldnn._reorder_linear_weight(weight, None)
     return weight
 

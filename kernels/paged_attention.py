@@ -94,7 +94,7 @@ def paged_attention_ref(
 def paged_attention(
     query: Tensor, key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, plan: AttentionPlan, scale: float
 ) -> Tensor:
-    """As `paged_attention_ref`. Dispatch point: every device runs the reference so far."""
+    """As `paged_attention_ref`, for the CPU; a GPU's steps go by `paged_decode.py` and `paged_prefill.py`."""
     return paged_attention_ref(query, key, value, key_pool, value_pool, plan, scale)
 
 

@@ -55,7 +55,7 @@ def rope_ref(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """As `rope_ref`. Dispatch point: every device runs the reference so far."""
+    """As `rope_ref`, for the CPU; a GPU's steps go by `rope_store_kv.py`."""
     return rope_ref(x, cos, sin)
 
 

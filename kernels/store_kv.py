@@ -16,5 +16,5 @@ def store_kv_ref(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tenso
 
 
 def store_kv(key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slot_mapping: Tensor) -> None:
-    """As `store_kv_ref`. Dispatch point: every device runs the reference so far."""
+    """As `store_kv_ref`, for the CPU; a GPU's steps go by `rope_store_kv.py`."""
     store_kv_ref(key, value, key_pool, value_pool, slot_mapping)

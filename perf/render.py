@@ -39,7 +39,7 @@ def table_of(name: str) -> str:
     machine = record["machine"]
     lines.append("")
     lines.append(
-        f"`.venv/bin/python -m perf run {name}`, {record['date']}, commit {record['commit']}, {machine['cores']} cores of "
-        f"{machine['cpu']}, Python {record['versions']['python']}."
+        f"`.venv/bin/python -m perf run {name}`, {record['date']}, commit {record['commit']}, "
+        f"{machine['cores']} cores of {machine['cpu']}, Python {record['versions']['python']}."
     )
     return "\n".join(lines) + "\n"

@@ -32,3 +32,11 @@ def unsupported(path: str, architecture: object) -> ModelError:
 def check_rope_type(path: str, rope_type: object) -> None:
     if rope_type not in ROPE_TYPES:
         raise ModelError(f"{path}: RoPE scaling {rope_type!r} is not supported ({', '.join(ROPE_TYPES)} are).")
+
+
+def check_heads(path: str, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """Shapes that no attention can have. Raises ModelError."""
+    if min(num_heads, num_kv_heads, head_dim) <= 0 or num_heads % num_kv_heads or head_dim % 2:
+        raise ModelError(
+            f"{path}: {num_heads} heads, {num_kv_heads} key-value heads and {head_dim} dimensions do not fit together."
+        )

@@ -104,8 +104,9 @@ class ChatTemplate:
         try:
             self._plain = (source, environment.from_string(source))
             self._tools = self._plain if tool_source is None else (tool_source, environment.from_string(tool_source))
-        except jinja2.TemplateSyntaxError as error:
-            raise ModelError(f"the chat template does not compile: {error.message} (line {error.lineno})") from None
+        except (jinja2.TemplateSyntaxError, RecursionError, TypeError) as error:
+            where = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise ModelError(f"the chat template does not compile: {error}{where}") from None
         tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._tokens = {name: text for name, text in tokens.items() if text is not None}
 

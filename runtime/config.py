@@ -7,6 +7,7 @@ their configs (`scheduler.config.SchedulerConfig`, `shm.spec.WorkerConfig`); thi
 from __future__ import annotations
 
 import os
+import re
 
 import msgspec
 
@@ -30,7 +31,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     dtype: str = "auto"
     device: str = "auto"
-    """`cpu`, or `auto`, which is the CPU until the GPU path lands."""
+    """`cpu` or `cuda:N`. `auto` is the CPU for as long as the CUDA path has not been seen to run on a GPU."""
     max_model_len: int | None = None
     allow_long_max_model_len: bool = False
     """Let `max_model_len` exceed the context that the model was trained with; answers beyond it may be poor."""
@@ -114,9 +115,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     max_model_len = _max_model_len(config, spec)
     return ResolvedConfig(
         user=config,
-        # float32 keeps greedy answers independent of batch and cache; bfloat16 is faster, and is one flag away.
-        dtype="float32" if config.dtype == "auto" else DTYPES[config.dtype],
-        device="cpu" if config.device == "auto" else config.device,
+        dtype=_dtype(config),
+        device={"auto": "cpu", "cuda": "cuda:0"}.get(config.device, config.device),
         max_model_len=max_model_len,
         max_num_batched_tokens=config.max_num_batched_tokens or max(512, config.max_num_seqs),
         kv_cache_bytes=_kv_cache_bytes(config),
@@ -129,7 +129,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
 def _check(config: EngineConfig) -> None:
     _one_of("--dtype", config.dtype, tuple(DTYPES))
     _one_of("--scheduling-policy", config.scheduling_policy, POLICIES)
-    _one_of("--device", config.device, ("auto", "cpu"))
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
+        raise ConfigError(f"--device must be auto, cpu or cuda:N; got {config.device!r}")
     for flag, value, least in (
         ("--max-num-seqs", config.max_num_seqs, 1),
         ("--max-model-len", config.max_model_len, 2),
@@ -171,10 +172,19 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     return config.max_model_len
 
 
+def _dtype(config: EngineConfig) -> str:
+    """float32 on the CPU keeps greedy answers independent of batch and cache; bfloat16 is what GPUs are made for."""
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    return "bfloat16" if config.device.startswith("cuda") else "float32"
+
+
 def _kv_cache_bytes(config: EngineConfig) -> int:
-    """As asked, or 40 % of the memory that is free to us, at most 4 GiB."""
+    """As asked; else 40 % of the memory that is free to us, at most 4 GiB, or on a GPU 0: the worker measures."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
+    if config.device.startswith("cuda"):
+        return 0
     return min(4 << 30, available_bytes() * 2 // 5)
 
 

@@ -41,8 +41,10 @@ from slipring.shm import wire
 
 __all__ = ["ConfigError", "Engine", "Health", "HealthState", "ModelError", "StartupError", "StartupEvent"]
 
-_LONG_TEXT = 8192
-"""Characters from which a text is rendered or tokenized off the loop: about a millisecond's work."""
+_LONG_TEXT = 2048
+"""Characters from which text is rendered or tokenized off the loop: about a millisecond's work."""
+_CHARACTERS_PER_TOKEN = 128
+"""No text has so many characters for each of its tokens."""
 _TEXT_THREADS = 2
 """Long texts at work at once; more wait their turn, so that they cannot crowd out the loop."""
 _HASH_SLICE = 512
@@ -90,6 +92,7 @@ class Engine:
         self.config: ResolvedConfig = resolve(config, self.spec)
         self.max_model_len = self.config.max_model_len
         self.max_queued_requests = config.max_queued_requests
+        self.max_queued_tokens = config.max_queued_tokens
         self.tokenizer: Tokenizer
         self.chat_template: ChatTemplate | None = None
         self._metrics = Metrics()
@@ -217,7 +220,11 @@ class Engine:
         self._idle.clear()
         self._metrics.prompt_tokens += len(prompt)
         self._num_hashing += len(prompt) * generation.n
-        self._enqueue([completion.request for completion in completions])
+        try:
+            self._enqueue([completion.request for completion in completions])
+        except BaseException:
+            self.abort(generation.request_id)
+            raise
 
     def abort(self, request_id: str) -> bool:
         """Forget a request; its sink is called no more. False when it is not live."""
@@ -234,7 +241,7 @@ class Engine:
 
     def check_length(self, text: str) -> None:
         """Refuse a text whose size alone says that it cannot fit. Raises ContextLengthError."""
-        least = self.tokenizer.least_tokens(text)
+        least = max(self.tokenizer.least_tokens(text), len(text) // _CHARACTERS_PER_TOKEN)
         if least >= self.max_model_len:
             raise ContextLengthError(
                 f"This model's maximum context length is {self.max_model_len} tokens, and the prompt has at least "
@@ -244,7 +251,12 @@ class Engine:
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; long texts are tokenized off the loop."""
-        return await self.text_work(len(text), self.tokenizer.encode, text, add_special_tokens)
+        return (await self.encode_many([text], add_special_tokens))[0]
+
+    async def encode_many(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """As `encode`, for several texts at once."""
+        size = sum(map(len, texts))
+        return await self.text_work(size, self.tokenizer.encode_many, texts, add_special_tokens)
 
     async def text_work(self, size: int, function: Callable[..., T], *arguments: object) -> T:
         """Call `function`, whose work is on `size` characters: here when they are few, else in a bounded pool."""

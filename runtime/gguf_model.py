@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from slipring.runtime.architectures import FAMILIES, ModelError, check_rope_type, unsupported
+from slipring.runtime.architectures import FAMILIES, ModelError, check_heads, check_rope_type, unsupported
 from slipring.runtime.gguf import GgufError, GgufFile
 from slipring.shm.spec import ModelSpec, SamplingDefaults, TensorSpec
 
@@ -81,6 +81,8 @@ def _shape(gguf: GgufFile, family: str) -> dict[str, Any]:
 
     hidden_size, num_heads = positive("embedding_length"), positive("attention.head_count")
     head_dim = gguf.get(f"{family}.attention.key_length", int, hidden_size // num_heads)
+    num_kv_heads = gguf.get(f"{family}.attention.head_count_kv", int, num_heads)
+    check_heads(gguf.path, num_heads, num_kv_heads, head_dim)
     rotated = gguf.get(f"{family}.rope.dimension_count", int, head_dim)
     if rotated != head_dim:
         raise ModelError(f"{gguf.path}: RoPE over {rotated} of {head_dim} dimensions of a head is not supported.")
@@ -89,7 +91,7 @@ def _shape(gguf: GgufFile, family: str) -> dict[str, Any]:
         "intermediate_size": positive("feed_forward_length"),
         "num_layers": positive("block_count"),
         "num_heads": num_heads,
-        "num_kv_heads": gguf.get(f"{family}.attention.head_count_kv", int, num_heads),
+        "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "max_position_embeddings": positive("context_length"),
         "rms_norm_eps": _decimal(gguf.require(f"{family}.attention.layer_norm_rms_epsilon", _NUMBER)),
@@ -156,7 +158,7 @@ def _end_token_ids(gguf: GgufFile, vocab_size: int) -> tuple[int, ...]:
     tokens: Sequence[str] = gguf.get("tokenizer.ggml.tokens", Sequence, ())
     named = [gguf.get(f"tokenizer.ggml.{kind}_token_id", int) for kind in ("eos", "eot", "eom")]
     found = [i for i in control_token_ids(gguf) if i < len(tokens) and tokens[i] in END_TOKENS]
-    return tuple(dict.fromkeys(i for i in (*named, *found) if i is not None and i < vocab_size))
+    return tuple(dict.fromkeys(i for i in (*named, *found) if i is not None and 0 <= i < vocab_size))
 
 
 def _sampling_defaults(gguf: GgufFile) -> SamplingDefaults:

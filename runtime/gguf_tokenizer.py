@@ -48,6 +48,8 @@ _PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
     "llama3": {"pre_tokenizer": _split(_LLAMA3)},
     "llama-v3": {"pre_tokenizer": _split(_LLAMA3)},
 }
+_MOST_CHARACTERS = 1024
+"""Of one token: finding SentencePiece's merges takes the square of it."""
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 """These take a word that is a token as it is, whatever the merges say, and begin with BOS unless told otherwise."""
 
@@ -152,6 +154,8 @@ def _sentencepiece(gguf: GgufFile) -> tuple[dict[str, Any], bool]:
 
 def _merges(tokens: list[str], types: np.ndarray, scores: np.ndarray) -> list[tuple[str, str]]:
     """SentencePiece joins the neighbours whose union scores best: every split of a token, best token first."""
+    if longest := max(map(len, tokens), default=0) > _MOST_CHARACTERS:
+        raise GgufError(f"a token of the vocabulary is longer than {_MOST_CHARACTERS} characters ({longest}).")
     mergeable = {tokens[i] for i in np.flatnonzero(np.isin(types, (NORMAL, UNUSED))).tolist()}
     merges = []
     for i in np.argsort(-scores[: len(tokens)], kind="stable").tolist():

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import orjson
 
-from slipring.runtime.architectures import HF_ARCHITECTURES, ModelError, check_rope_type, unsupported
+from slipring.runtime.architectures import HF_ARCHITECTURES, ModelError, check_heads, check_rope_type, unsupported
 from slipring.runtime.hf_quantization import quantization_spec
-from slipring.shm.spec import ModelSpec, SamplingDefaults, TensorSpec
+from slipring.shm.spec import ModelSpec, QuantizationSpec, SamplingDefaults, TensorSpec
 
 MAX_HEADER = 100_000_000
 """The safetensors library's own limit on a header, in bytes."""
@@ -78,8 +78,9 @@ class _Entry(msgspec.Struct):
 def hf_spec(directory: Path) -> ModelSpec:
     """Raises ModelError: config missing or invalid, architecture unsupported, shard missing, file truncated."""
     raw = _read_json(directory / "config.json")
-    architecture = next(iter(raw.get("architectures") or ()), None)
-    if architecture not in HF_ARCHITECTURES:
+    named = raw.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else named
+    if not isinstance(architecture, str) or architecture not in HF_ARCHITECTURES:
         raise unsupported(str(directory), architecture)
     config = _convert(raw, _Config, directory / "config.json")
     generation = _generation_config(directory)
@@ -94,7 +95,7 @@ def hf_spec(directory: Path) -> ModelSpec:
         files=files,
         tensors=tensors,
         dtype=_dtype(config, tensors),
-        quantization=config.quantization_config and quantization_spec(config.quantization_config, str(directory)),
+        quantization=_quantization(config, directory),
         vocab_size=config.vocab_size,
         **_shape(config, directory),
         **_rope(config, directory),
@@ -175,6 +176,7 @@ def _shape(config: _Config, directory: Path) -> dict[str, Any]:
     for name, value in shape.items():
         if value <= 0:
             raise ModelError(f"{directory / 'config.json'}: {name} is {value}.")
+    check_heads(str(directory), shape["num_heads"], shape["num_kv_heads"], shape["head_dim"])
     return shape | {"rms_norm_eps": config.rms_norm_eps}
 
 
@@ -189,6 +191,11 @@ def _rope(config: _Config, directory: Path) -> dict[str, Any]:
         return {"rope_theta": float(theta), "rope_scaling": None}
     check_rope_type(str(directory), scaling["rope_type"])
     return {"rope_theta": float(theta), "rope_scaling": scaling}
+
+
+def _quantization(config: _Config, directory: Path) -> QuantizationSpec | None:
+    raw = config.quantization_config
+    return None if raw is None else quantization_spec(raw, str(directory))
 
 
 def _dtype(config: _Config, tensors: tuple[TensorSpec, ...]) -> str:

@@ -1,4 +1,4 @@
-"""`quantization_config` of a Hugging Face config.json -> `QuantizationSpec`. Owns which quantised checkpoints are served.
+"""`quantization_config` of a Hugging Face config.json -> `QuantizationSpec`. Owns which quantised models are served.
 
 Which tensors are quantised is not decided here: the loader sees it by the tensors that are there, so the lists of
 exempt modules (`ignore`, `modules_to_not_convert`) need no reading. Everything that would change what the stored

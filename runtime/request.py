@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipring.shm.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
+from slipring.shm.spec import SamplingDefaults
 
 __all__ = [
     "MAX_LOGIT_BIAS",
@@ -22,6 +23,7 @@ __all__ = [
     "GenerationRequest",
     "InvalidRequestError",
     "QueueFullError",
+    "SamplingDefaults",
     "SamplingParams",
     "Sink",
     "TokenLogprob",

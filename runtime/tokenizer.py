@@ -101,15 +101,20 @@ class Tokenizer:
         """Ids of `text`. Special tokens written in it become their ids; `add_special_tokens` adds BOS or EOS where
         the model wants them. Lone surrogates count as U+FFFD. Bytes for which the vocabulary has no token vanish, as
         in `tokenizers` (SmolLM2 lacks 0xF1, 0xF2 and six control characters). A million characters: 0.2 s."""
+        return self.encode_many([text], add_special_tokens)[0]
+
+    def encode_many(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """As `encode`, for each of several texts."""
         try:
-            return self._encode(text, add_special_tokens)
+            return self._encode(texts, add_special_tokens)
         except TypeError:  # what Rust answers to a str that has no UTF-8
-            paired = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            paired = [text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in texts]
             return self._encode(paired, add_special_tokens)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         # The batch call, because `Tokenizer.encode` keeps the interpreter's lock for as long as it runs.
-        return self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        found = self._rust.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in found]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True, continuation: bool = False) -> str:
         """Text of `ids`; ids without a token are nothing. `continuation`: they follow other text (keep the space)."""

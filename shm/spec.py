@@ -22,7 +22,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     """Bytes from the start of the file."""
     nbytes: int
     dtype: str
-    """safetensors' name (`F32`, `F16`, `BF16`) or GGML's (`F32`, `Q4_1`, `Q8_0`, ...)."""
+    """safetensors' name (`F32`, `F16`, `BF16`, `F8_E4M3`, `I32`) or GGML's (`F32`, `Q4_1`, `Q8_0`, ...)."""
     shape: tuple[int, ...]
     """Logical shape, rows first: a linear layer is (out_features, in_features)."""
 
@@ -35,6 +35,18 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+
+
+class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How the quantised tensors of a safetensors checkpoint are to be read; the loader sees which ones they are."""
+
+    method: str
+    """`fp8` (compressed-tensors: scales per channel or tensor), `fp8_block` (DeepSeek), `awq` or `gptq`."""
+    bits: int
+    group_size: int = -1
+    """Columns that share a scale; -1: all of a row."""
+    zeros_less_one: bool = False
+    """GPTQ's first format stores zero points less one."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +63,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[str, ...]
     tensors: tuple[TensorSpec, ...]
     dtype: str
-    """The checkpoint's own compute dtype: `float32`, `bfloat16` or `float16` (quantised files: `float32`)."""
+    """The checkpoint's own compute dtype: `float32`, `bfloat16` or `float16` (GGUF files: `float32`)."""
+    quantization: QuantizationSpec | None = None
+    """Of a safetensors checkpoint; GGUF's tensors say themselves what they are."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int

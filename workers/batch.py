@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from slipring.kernels.paged_attention import AttentionPlan
+from slipring.workers.attention import StepAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,6 @@ class Batch:
     """[T] int64."""
     positions: Tensor
     """[T] int64: index of each token in its sequence."""
-    plan: AttentionPlan
+    attention: StepAttention
     sample_at: Tensor
     """[S] int64: tokens whose logits are wanted."""

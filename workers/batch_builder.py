@@ -15,6 +15,7 @@ from torch import Tensor
 from slipring.kernels.paged_attention import AttentionPlan, Chunk, DecodeGroup, chunk_mask, length_mask
 from slipring.shm.table import BatchTable
 from slipring.shm.wire import StepFlag, StepInputView
+from slipring.workers.attention import PlannedAttention
 from slipring.workers.batch import Batch
 from slipring.workers.rows import Rows
 
@@ -60,7 +61,7 @@ class BatchBuilder:
         sampled = (step.flags[:num_rows] & StepFlag.SAMPLE) != 0
         tensors = map(torch.from_numpy, (input_ids, positions, last_at[sampled]))
         ids, at, sample_at = tensors
-        return Batch(ids, at, plan, sample_at)
+        return Batch(ids, at, PlannedAttention(plan, at), sample_at)
 
     def entered_blocks(self, step: StepInputView) -> Tensor:
         """[n] int64: blocks that the step's entries enter and leave partly filled (`KvCache.clear`)."""

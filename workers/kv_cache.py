@@ -1,11 +1,12 @@
 """The paged KV pool: one key and one value tensor per layer, [num_blocks, block_size, KVH, D].
 
-A block is contiguous, so gathering a row's context is one large copy per block. The pool is one mapping, zeroed by
-the kernel page by page as blocks are first written (an unused block costs no memory), and asks for huge pages.
+A block is contiguous, so gathering a row's context is one large copy per block. On the CPU the pool is one mapping,
+zeroed by the kernel page by page as blocks are first written (an unused block costs no memory), and asks for huge
+pages; on a GPU it is one tensor.
 
 Invariant: every position of a block that its owner has not written yet is finite. Blocks change owners without
 being cleaned, and a failed row may leave NaN behind, so `clear` runs when a step enters a block that it leaves
-partly filled (`runner.py`).
+partly filled (`runner.py`). Paged kernels load no position outside of a row, and need neither.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from torch import Tensor
 
 from slipring.shm.memory import available_bytes
 from slipring.shm.spec import ModelSpec, WorkerConfig
+from slipring.workers.link import StartRefused
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class MemoryShortageError(Exception):
+_CPU = torch.device("cpu")
+
+
+class MemoryShortageError(StartRefused):
     """What was asked for does not fit; the message names the flag to change."""
 
 
@@ -50,12 +55,19 @@ def size_pool(config: WorkerConfig, available: int) -> int:
 class KvCache:
     """Pool tensors of all layers. `pools[layer]` is (keys, values)."""
 
-    def __init__(self, spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device = _CPU,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.block_bytes = block_bytes(spec, block_size, dtype)
         shape = (spec.num_layers, 2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        self._all = _zeroed(shape, dtype)
+        self._all = _zeroed(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
         self.pools: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self._all]
 
     @classmethod

@@ -1,12 +1,15 @@
 """Weights of one model: maps the files that a `ModelSpec` names and hands out tensors in the compute dtype.
 
 Owns the mappings; a tensor is read, decoded and converted when it is asked for, straight into its place in a fused
-weight. Names are Hugging Face's whatever the file calls them. A tensor that is missing, cut off or of the wrong
-size raises `WeightError`, which names the tensor and the file.
+weight, and a fused weight goes to the device as a whole. Quantised linear layers of safetensors checkpoints
+(`quantized.py`) are dequantised the same way, unless the device has kernels for them (`quantized`). Names are
+Hugging Face's whatever the file calls them. A tensor that is missing, cut off or of the wrong size raises
+`WeightError`, which names the tensor and the file.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -17,21 +20,43 @@ from torch import Tensor
 from slipring.shm.spec import ModelSpec, TensorSpec
 from slipring.workers.dequantize import dequantize_into, row_bytes
 from slipring.workers.gguf_names import canonical_name, permuted_heads
+from slipring.workers.link import StartRefused
+from slipring.workers.quantized import MARKS, Part, QuantizedLinear, dequantize_part, read_part
 
 ProgressFn = Callable[[int, int], None]
 """Called with (bytes read so far, bytes in all)."""
 
 
-class WeightError(Exception):
+STORED = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "I8": torch.int8,
+}  # fmt: skip
+"""safetensors' names of the dtypes that quantised checkpoints hold."""
+
+
+class WeightError(StartRefused):
     """A checkpoint that cannot be loaded; the message names the tensor and the file."""
 
 
 class Weights:
-    """The tensors of one checkpoint. `close()` drops the mappings; tensors that were handed out are copies."""
+    """The tensors of one checkpoint. `close()` drops the mappings; tensors that were handed out are copies.
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, progress: ProgressFn | None = None) -> None:
+    `device` is where they are handed out. `keep_quantized`: whether `quantized` answers; None: as the device is best
+    served, which is yes for a GPU.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        progress: ProgressFn | None = None,
+        device: str | torch.device = "cpu",
+        keep_quantized: bool | None = None,
+    ) -> None:
         self.spec = spec
         self.dtype = dtype
+        self.device = torch.device(device)
+        self._keeps_quantized = self.device.type == "cuda" if keep_quantized is None else keep_quantized
         self._progress = progress
         self._done = 0
         self._total = sum(tensor.nbytes for tensor in spec.tensors)
@@ -43,31 +68,71 @@ class Weights:
         return name in self._index
 
     def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """One tensor, contiguous, in the compute dtype. Raises WeightError."""
+        """One tensor, contiguous, in the compute dtype, on the device. Raises WeightError."""
         return self.fused((name,), shape)
 
     def fused(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
-        """Tensors of equal width stacked by rows into one of `shape`. Raises WeightError."""
+        """Tensors of equal width stacked by rows into one of `shape`, dequantised if need be. Raises WeightError."""
         out = torch.empty(shape, dtype=self.dtype)
         row = 0
         for name in names:
-            tensor = self._find(name)
-            if tensor.shape[1:] != shape[1:] or row + tensor.shape[0] > shape[0]:
-                raise WeightError(f"{self._where(tensor)}: shape {tensor.shape} does not fit into {shape} at row {row}")
-            self._read(name, tensor, out[row : row + tensor.shape[0]])
-            row += tensor.shape[0]
+            part, tensor = self._part(name), self._find(name)
+            size = tensor.shape if part is None else part.shape
+            if size[1:] != shape[1:] or row + size[0] > shape[0]:
+                raise WeightError(f"{self._where(tensor)}: shape {size} does not fit into {shape} at row {row}")
+            into = out[row : row + size[0]]
+            if part is None:
+                self._read(name, tensor, into)
+            else:
+                dequantize_part(part, into)
+            row += size[0]
         if row != shape[0]:
             raise WeightError(f"{self._where(self._find(names[0]))}: {row} rows where the model has {shape[0]}")
-        return out
+        return out.to(self.device)
+
+    def quantized(self, names: Sequence[str], shape: tuple[int, int]) -> QuantizedLinear | None:
+        """As `fused`, kept quantised; None when it is to be dequantised, or is not quantised in all its parts."""
+        if not self._keeps_quantized or not all(self._is_quantized(name) for name in names):
+            return None
+        parts = [part for name in names if (part := self._part(name)) is not None]
+        linear = QuantizedLinear(parts, self.device)
+        if linear.shape != shape or any(part.shape[1] != shape[1] for part in parts):
+            found = [part.shape for part in parts]
+            raise WeightError(f"{self._where(self._find(names[0]))}: shapes {found} do not stack to {shape}")
+        return linear
+
+    def stored(self, name: str) -> Tensor:
+        """One tensor as the file has it: own shape and dtype, on the CPU. Raises WeightError."""
+        tensor = self._find(name)
+        if (dtype := STORED.get(tensor.dtype)) is None:
+            raise WeightError(f"{self._where(tensor)}: unexpected dtype {tensor.dtype}")
+        expected = math.prod(tensor.shape) * dtype.itemsize
+        raw = self._checked(tensor, expected).clone()  # a copy is aligned, and outlives the mapping
+        self._count(tensor)
+        return raw.view(dtype).view(tensor.shape)
 
     def close(self) -> None:
         self._files.clear()
 
-    def _find(self, name: str) -> TensorSpec:
+    def _is_quantized(self, name: str) -> bool:
+        module, quantization = name.removesuffix(".weight"), self.spec.quantization
+        return quantization is not None and module != name and f"{module}.{MARKS[quantization.method]}" in self._index
+
+    def _part(self, name: str) -> Part | None:
+        if self.spec.quantization is None or not self._is_quantized(name):
+            return None
         try:
-            return self._index[name]
-        except KeyError:
-            raise WeightError(f"tensor {name} is missing from {self.spec.path}") from None
+            return read_part(self.spec.quantization, name.removesuffix(".weight"), self.stored, self.__contains__)
+        except ValueError as error:
+            raise WeightError(f"{self._where(self._find(name))}: {error}") from None
+
+    def _find(self, name: str) -> TensorSpec:
+        if (tensor := self._index.get(name)) is None and self._is_quantized(name):
+            # AWQ and GPTQ call it by another name.
+            tensor = self._index.get(f"{name.removesuffix('weight')}qweight")
+        if tensor is None:
+            raise WeightError(f"tensor {name} is missing from {self.spec.path}")
+        return tensor
 
     def _where(self, tensor: TensorSpec) -> str:
         return f"tensor {tensor.name} in {self.spec.files[tensor.file]}"
@@ -77,7 +142,13 @@ class Weights:
         raw = self._bytes(tensor, rows, cols)
         if self.spec.format == "gguf":
             raw = self._unpermute(name, raw, out)
-        dequantize_into(raw, tensor.dtype, out.view(rows, cols))
+        try:
+            dequantize_into(raw, tensor.dtype, out.view(rows, cols))
+        except (NotImplementedError, KeyError):
+            raise WeightError(f"{self._where(tensor)}: dtype {tensor.dtype} cannot be read as weights") from None
+        self._count(tensor)
+
+    def _count(self, tensor: TensorSpec) -> None:
         self._done += tensor.nbytes
         if self._progress is not None:
             self._progress(self._done, self._total)
@@ -88,6 +159,9 @@ class Weights:
             expected = rows * row_bytes(tensor.dtype, cols)
         except ValueError as error:
             raise WeightError(f"{self._where(tensor)}: {error}") from None
+        return self._checked(tensor, expected).view(rows, -1)
+
+    def _checked(self, tensor: TensorSpec, expected: int) -> Tensor:
         if tensor.nbytes != expected:
             shape = "x".join(map(str, tensor.shape))
             raise WeightError(
@@ -97,7 +171,7 @@ class Weights:
         if tensor.offset + tensor.nbytes > file.numel():
             end = tensor.offset + tensor.nbytes
             raise WeightError(f"{self._where(tensor)}: ends at byte {end}, the file has {file.numel()}; is it cut off?")
-        return file[tensor.offset : tensor.offset + tensor.nbytes].view(rows, -1)
+        return file[tensor.offset : tensor.offset + tensor.nbytes]
 
     def _map(self, tensor: TensorSpec) -> Tensor:
         if (mapped := self._files.get(tensor.file)) is not None:

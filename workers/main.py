@@ -18,12 +18,11 @@ import traceback
 from typing import TYPE_CHECKING
 
 from slipring.shm import spec as worker_spec
-from slipring.shm.layout import Phase
 from slipring.shm.spec import WorkerConfig
-from slipring.workers.link import EngineGone, Link
+from slipring.workers.link import EngineGone, Link, StartRefused
 
 if TYPE_CHECKING:
-    from slipring.workers.runner import Runner
+    from slipring.workers.executor import Executor
 
 _PR_SET_PDEATHSIG = 1
 
@@ -44,6 +43,9 @@ def main(argv: list[str]) -> int:
         serve(link, start(config, link))
     except EngineGone:
         return 0
+    except StartRefused as error:
+        link.publish_error(error)
+        return 1
     except BaseException as error:
         traceback.print_exc()
         link.publish_error(error)
@@ -51,22 +53,21 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def start(config: WorkerConfig, link: Link) -> Runner:
+def start(config: WorkerConfig, link: Link) -> Executor:
     """Import torch, load the model, make the pool, warm up, and say READY."""
     # The first import of torch in this process, 1.8 s: the engine sees STARTING and then LOADING meanwhile.
-    from slipring.workers.startup import build_runner
+    from slipring.workers.startup import build_executor
 
-    return build_runner(config, link)
+    return build_executor(config, link)
 
 
-def serve(link: Link, runner: Runner) -> None:
+def serve(link: Link, executor: Executor) -> None:
     """Run steps until SHUTDOWN. A step's slot is given back only after its output is published."""
-    while (step := link.next_step()) is not None:
-        link.beat(Phase.RUNNING)
-        output = link.claim_output()
-        runner.run(step.view, output)
-        link.publish_step(step, output)
-        link.beat(Phase.WAITING)
+    try:
+        while (step := link.next_step(executor.meanwhile)) is not None:
+            executor.submit(step)
+    finally:
+        executor.close()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from slipring.shm.table import BatchTable
 from slipring.shm.wire import StepFlag, StepInputView, StepOutputView, StepShape
 from slipring.workers.batch_builder import BatchBuilder
 from slipring.workers.kv_cache import DTYPES, KvCache
+from slipring.workers.link import StartRefused
 from slipring.workers.models.llama import Llama
 from slipring.workers.rows import Rows
 from slipring.workers.sampler import Draws, Sampler
@@ -71,6 +72,10 @@ class Runner:
             step.header[step.NUM_DECODE] = is_decode
             step.start[0], step.num_tokens[0], step.flags[0] = start, count, StepFlag.SAMPLE
             self.run(step, output)
+            if output.num_accepted[0] == NON_FINITE:
+                raise StartRefused(
+                    f"the model in {config.model.path} computes no finite numbers: are its weights whole?"
+                )
         self._rows.generation[0] = -1
 
     def _update_rows(self, step: StepInputView) -> None:

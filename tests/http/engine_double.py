@@ -56,6 +56,7 @@ class EngineDouble:
         self.script = script
         self.max_model_len = max_model_len
         self.max_queued_requests = 4096
+        self.max_queued_tokens = 4_000_000
         self.tokenizer = ByteTokenizer()
         self.chat_template = None if template is None else ChatTemplate(template)
         self.spec = spec(defaults or SamplingDefaults())
@@ -92,10 +93,14 @@ class EngineDouble:
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens)
 
+    async def encode_many(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        return [await self.encode(text, add_special_tokens) for text in texts]
+
     def check_length(self, text: str) -> None:
         return
 
     async def text_work(self, size: int, function: Callable[..., Any], *arguments: object) -> Any:
+        await asyncio.sleep(0)  # as when it is done off the loop
         return function(*arguments)
 
     def stats(self) -> Stats:

@@ -329,3 +329,43 @@ def test_a_taken_port_names_the_fix() -> None:
         bind("no.such.host.invalid", 8000)
     with pytest.raises(BindError):
         bind("192.0.2.1", 8000)
+
+
+def test_a_body_that_does_not_arrive_is_408_and_a_close() -> None:
+    async def main() -> None:
+        async with serving(EngineDouble(), stall_timeout_s=0.3) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+            writer.write(head.encode() + b"{")
+            answer = await asyncio.wait_for(reader.read(), 5)
+            assert answer.startswith(b"HTTP/1.1 408") and b"request_timeout" in answer
+            writer.close()
+
+    on_uvloop(main)
+
+
+def test_a_client_that_does_not_read_a_plain_answer_is_dropped() -> None:
+    async def main() -> None:
+        engine = EngineDouble(script=None, max_model_len=10_000_000)
+        async with serving(engine, write_buffer_bytes=32 << 10, stall_timeout_s=0.3) as port:
+            body = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+            client = await asyncio.to_thread(_slow_socket, port, raw_post(CHAT, body))
+            await until(lambda: engine.sinks, "submitted")
+            engine.say("x" * 20_000_000)
+            engine.end()
+            await asyncio.sleep(1.5)
+            client.settimeout(5)
+
+            def rest() -> int:
+                count = 0
+                try:
+                    while data := client.recv(1 << 20):
+                        count += len(data)
+                except ConnectionError:
+                    pass
+                return count
+
+            assert await asyncio.to_thread(rest) < 20_000_000, "it was cut off, not waited for"
+            client.close()
+
+    on_uvloop(main)

@@ -146,7 +146,7 @@ def test_rope_in_all_its_places(tmp_path: Path) -> None:
         ({"hidden_size": "x"}, r"Expected `int`, got `str` - at `\$.hidden_size`"),
         ({"num_attention_heads": 0}, "num_heads is 0|num_kv_heads is 0"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "'awq'"),
+        ({"quantization_config": {"quant_method": "exl3"}}, "'exl3' is not supported. Supported: fp8 by compressed"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, "sliding attention window"),
         ({"rope_parameters": {"rope_theta": None}}, "rope_parameters"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, "'longrope' is not supported"),

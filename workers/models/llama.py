@@ -15,12 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipring.kernels.linear import linear, pack_weight
-from slipring.kernels.paged_attention import paged_attention
 from slipring.kernels.rmsnorm import rmsnorm
-from slipring.kernels.rope import build_cos_sin, inverse_frequencies, rope
+from slipring.kernels.rope import build_cos_sin, inverse_frequencies
 from slipring.kernels.silu_mul import silu_mul
-from slipring.kernels.store_kv import store_kv
 from slipring.shm.spec import ModelSpec
+from slipring.workers.attention import Pools
 from slipring.workers.batch import Batch
 from slipring.workers.kv_cache import KvCache
 from slipring.workers.loader import Weights
@@ -30,15 +29,20 @@ PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 
 
 class Linear:
-    """A packed, possibly fused, linear layer. `parts` are tensor names without `.weight`."""
+    """A packed or quantised, possibly fused, linear layer. `parts` are tensor names without `.weight`."""
 
     def __init__(self, weights: Weights, parts: tuple[str, ...], out_features: int, in_features: int, bias: bool):
         names = [f"{part}.weight" for part in parts]
-        self.weight = pack_weight(weights.fused(names, (out_features, in_features)))
+        shape = (out_features, in_features)
+        self.quantized = weights.quantized(names, shape)
+        self.weight = None if self.quantized else pack_weight(weights.fused(names, shape))
         self.bias = weights.fused([f"{part}.bias" for part in parts], (out_features,)) if bias else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[T, in] -> [T, out], plus `residual` [T, out] when given."""
+        if self.weight is None:
+            assert self.quantized is not None
+            return self.quantized.forward(x, self.bias, residual)
         return linear(x, self.weight, self.bias, residual)
 
 
@@ -63,16 +67,11 @@ class Attention:
         """Heads of q and k [T, H + KVH, D] before RoPE; a family may norm them here."""
         return heads
 
-    def forward(
-        self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, batch: Batch, pools: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor, cos_sin: Tensor, batch: Batch, pools: Pools) -> Tensor:
         """x [T, hidden] -> residual + attention(x), [T, hidden]. Stores this step's keys and values."""
         heads = self.qkv_proj.forward(x).view(x.shape[0], -1, self.head_dim)
-        turned = rope(self.prepare_heads(heads[:, : -self.num_kv_heads]), cos, sin)
-        query, key = turned[:, : self.num_heads], turned[:, self.num_heads :]
-        value = heads[:, -self.num_kv_heads :]
-        store_kv(key, value, *pools, batch.plan.slot_mapping)
-        out = paged_attention(query, key, value, *pools, batch.plan, self.scale)
+        turning, value = self.prepare_heads(heads[:, : -self.num_kv_heads]), heads[:, -self.num_kv_heads :]
+        out = batch.attention.layer(turning, value, cos_sin, pools, self.scale)
         return self.o_proj.forward(out, residual)
 
 
@@ -102,10 +101,10 @@ class Layer:
         self.post_attention_norm = weights.get(f"{prefix}.post_attention_layernorm.weight", hidden)
         self.mlp = MLP(spec, weights, f"{prefix}.mlp")
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Batch, pools: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: Tensor, batch: Batch, pools: Pools) -> Tensor:
         """Residual stream [T, hidden] -> residual stream."""
         normed, _ = rmsnorm(x, self.input_norm, self.eps)
-        x = self.attention.forward(normed, x, cos, sin, batch, pools)
+        x = self.attention.forward(normed, x, cos_sin, batch, pools)
         normed, _ = rmsnorm(x, self.post_attention_norm, self.eps)
         return self.mlp.forward(normed, x)
 
@@ -128,9 +127,8 @@ class Llama:
     def forward(self, batch: Batch, kv: KvCache) -> Tensor:
         """Logits [S, vocab] in the compute dtype."""
         x = F.embedding(batch.input_ids, self.embedding)
-        cos, sin = self.cos_sin.index_select(0, batch.positions).unsqueeze(2).unbind(1)
         for layer, pools in zip(self.layers, kv.pools, strict=True):
-            x = layer.forward(x, cos, sin, batch, pools)
+            x = layer.forward(x, self.cos_sin, batch, pools)
         if not len(batch.sample_at):
             return x.new_empty((0, self.embedding.shape[0]))
         normed, _ = rmsnorm(x.index_select(0, batch.sample_at), self.norm, self.eps)
@@ -143,5 +141,5 @@ def _rope_table(spec: ModelSpec, weights: Weights, max_model_len: int) -> Tensor
         spec.head_dim, spec.rope_theta, spec.rope_scaling, spec.max_position_embeddings, max_model_len
     )
     if "rope_freqs.weight" in weights:
-        inv_freq = inv_freq / weights.get("rope_freqs.weight", (spec.head_dim // 2,)).float()
-    return build_cos_sin(inv_freq, factor, max_model_len, weights.dtype)
+        inv_freq = inv_freq / weights.get("rope_freqs.weight", (spec.head_dim // 2,)).float().cpu()
+    return build_cos_sin(inv_freq, factor, max_model_len, weights.dtype).to(weights.device)

@@ -1,0 +1,115 @@
+"""What a step sends back: pinned buffers that the device fills, and how they become a StepOutput.
+
+A `Flight` is a step between its submission and its publication. It owns one set of pinned buffers, which go back to
+their pool when the output is written; a set is never shared, so results of several steps can be under way.
+"""
+
+from __future__ import annotations
+
+import queue
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipring.kernels.logprobs import gather_logprobs
+from slipring.shm.params import MAX_LOGPROBS
+from slipring.shm.wire import StepInputView, StepOutputView
+from slipring.workers.cuda.device import Device, Event
+from slipring.workers.cuda.sampler import Asked, Drawn
+from slipring.workers.runner import NON_FINITE
+
+IntArray = NDArray[np.int64]
+
+
+class ResultBuffers:
+    """Room for one step's results in pinned memory."""
+
+    def __init__(self, max_rows: int, device: Device) -> None:
+        self.tokens = device.pinned(max_rows, torch.int64)
+        self.ok = device.pinned(max_rows, torch.bool)
+        self.logprob = device.pinned(max_rows, torch.float32)
+        self.rank = device.pinned(max_rows, torch.int64)
+        self.top_ids = device.pinned(max_rows * MAX_LOGPROBS, torch.int64)
+        self.top_logprobs = device.pinned(max_rows * MAX_LOGPROBS, torch.float32)
+
+
+class BufferPool:
+    """Sets of buffers, as many as steps were ever in flight at once. Taken by one thread, given back by another."""
+
+    def __init__(self, max_rows: int, device: Device) -> None:
+        self._max_rows, self._device = max_rows, device
+        self._free: queue.SimpleQueue[ResultBuffers] = queue.SimpleQueue()
+
+    def take(self) -> ResultBuffers:
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
+            return ResultBuffers(self._max_rows, self._device)
+
+    def give_back(self, buffers: ResultBuffers) -> None:
+        self._free.put(buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A submitted step."""
+
+    step: StepInputView
+    sampled: IntArray
+    """[S]: entries of the step that drew."""
+    asked: Asked | None
+    buffers: ResultBuffers
+    began: Event
+    forwarded: Event
+    done: Event
+    """Behind the copies into `buffers`."""
+
+
+def send_draws(drawn: Drawn, buffers: ResultBuffers) -> None:
+    """Enqueue the copies of tokens and their validity."""
+    buffers.tokens[: len(drawn.tokens)].copy_(drawn.tokens, non_blocking=True)
+    buffers.ok[: len(drawn.ok)].copy_(drawn.ok, non_blocking=True)
+
+
+def send_logprobs(logits: Tensor, drawn: Drawn, asked: Asked, device: Device, buffers: ResultBuffers) -> None:
+    """Enqueue log-probabilities of the raw `logits` [S, V]."""
+    index = device.upload(asked.at)
+    raw = logits.index_select(0, index).float()
+    logprob, rank = gather_logprobs(raw, drawn.tokens.index_select(0, index))
+    top, top_ids = raw.topk(asked.count, dim=1)
+    top_logprobs = top - raw.logsumexp(1, keepdim=True)
+    num = len(asked.at)
+    buffers.logprob[:num].copy_(logprob, non_blocking=True)
+    buffers.rank[:num].copy_(rank, non_blocking=True)
+    buffers.top_ids[: num * asked.count].copy_(top_ids.reshape(-1), non_blocking=True)
+    buffers.top_logprobs[: num * asked.count].copy_(top_logprobs.reshape(-1), non_blocking=True)
+
+
+def write_output(flight: Flight, output: StepOutputView) -> None:
+    """Wait for the step, then fill `output`, device times included. Any thread; reads pinned memory alone."""
+    flight.done.synchronize()
+    step, buffers, sampled = flight.step, flight.buffers, flight.sampled
+    num_rows = int(step.header[step.NUM_ROWS])
+    output.header[output.NUM_ROWS] = num_rows
+    output.header[output.NUM_LOGPROBS] = -1
+    output.rows[:num_rows] = step.rows[:num_rows]
+    output.generation[:num_rows] = step.generation[:num_rows]
+    output.num_accepted[:num_rows] = 0
+    output.num_accepted[sampled] = np.where(buffers.ok.numpy()[: len(sampled)], 1, NON_FINITE)
+    output.tokens[sampled, 0] = buffers.tokens.numpy()[: len(sampled)]
+    if flight.asked is not None:
+        _write_logprobs(sampled[flight.asked.at], flight.asked.count, buffers, output)
+    output.times_ns[output.FORWARD] = int(flight.began.elapsed_time(flight.forwarded) * 1e6)
+    output.times_ns[output.SAMPLE] = int(flight.forwarded.elapsed_time(flight.done) * 1e6)
+
+
+def _write_logprobs(at: IntArray, count: int, buffers: ResultBuffers, output: StepOutputView) -> None:
+    num = len(at)
+    output.header[output.NUM_LOGPROBS] = count
+    output.logprob[at] = buffers.logprob.numpy()[:num]
+    output.rank[at] = buffers.rank.numpy()[:num]
+    output.top_ids[at, :count] = buffers.top_ids.numpy()[: num * count].reshape(num, count)
+    output.top_logprobs[at, :count] = buffers.top_logprobs.numpy()[: num * count].reshape(num, count)
