@@ -28,7 +28,7 @@ def _case(num_streams: int, gap_ms: int, num_tokens: int, ramp_s: float) -> dict
     with instant_server(max_num_seqs=num_streams, max_model_len=512, step_ms=gap_ms) as server:
         idle = server.rss()
         before = server.cpu_s()
-        outcome = drive(server, num_streams, num_tokens, prompt_len=4, ramp_s=ramp_s)
+        outcome = drive(server, num_streams, num_tokens, prompt_len=1, ramp_s=ramp_s)
         cpu = server.cpu_s() - before
         grown = server.rss() - idle
         assert server.healthy()

@@ -13,6 +13,7 @@ import numpy as np
 _FORGET = 0.99
 _SCALE = np.array([1.0, 1 / 64, 1 / 256, 1 / 16384])
 """Brings the features to about one, so that one bound fits all directions of the covariance."""
+_LEAST_SHARE = 0.25
 _MOST_UNCERTAIN = 10.0
 """Bound on the covariance's trace: without excitation in a direction forgetting would let it grow for ever."""
 
@@ -49,5 +50,7 @@ class StepCost:
         per_token = float(self._weights[2] * _SCALE[2])
         if self.num_observed < 8 or per_token <= 0.0:
             return most
-        spare = target_s - self.predict(num_rows, 0, num_context)
+        decode_s = self.predict(num_rows, 0, num_context)
+        # Where decoding alone misses the target, starving prompts gains nothing: they get a share on top.
+        spare = max(target_s - decode_s, _LEAST_SHARE * decode_s)
         return int(min(most, max(least, spare / per_token)))
