@@ -10,6 +10,7 @@ from slipring.http.errors import ApiError, bad_request
 from slipring.http.exchange import ApiRequest, ApiResponse
 from slipring.http.frames import CompletionRenderer
 from slipring.http.generation import Flights, Plan, Prompt, answer
+from slipring.http.logprobs import TextOffset
 from slipring.http.reply import Choice
 from slipring.http.sampling import check_logprobs, check_max_tokens, check_min_tokens, is_set
 from slipring.http.served import ServedModel
@@ -26,7 +27,7 @@ class CompletionStyle:
     def choice(self, model: ServedModel, index: int, choice: Choice, plan: Plan) -> dict[str, Any]:
         logprobs = None
         if plan.logprobs >= 0:
-            offset = len(plan.prompts[index // plan.n].echo)
+            offset = TextOffset(len(plan.prompts[index // plan.n].echo))
             logprobs = model.logprobs.completion(choice.logprobs, offset)
         return {
             "index": index,

@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from slipring.http.errors import ApiError
-from slipring.http.logprobs import LogprobWriter
+from slipring.http.logprobs import LogprobWriter, TextOffset
 from slipring.http.reply import ReplyHead, Usage
 from slipring.runtime.request import Delta, TokenLogprob
 
@@ -58,7 +58,7 @@ class EventRenderer(ABC):
         self._logprobs = logprobs
         self._echo = echo
         self._started = [False] * len(echo)
-        self._offsets = [len(text) for text in echo]
+        self._offsets = [TextOffset(len(text)) for text in echo]
         self._before = [b"data: " + self._head + self._opening(index) for index in range(len(echo))]
 
     def delta(self, delta: Delta) -> bytes:
@@ -156,6 +156,4 @@ class CompletionRenderer(EventRenderer):
         return b""
 
     def _named(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        named = self._logprobs.completion(entries, self._offsets[index])
-        self._offsets[index] += sum(len(token) for token in named["tokens"])
-        return named
+        return self._logprobs.completion(entries, self._offsets[index])

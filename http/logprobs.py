@@ -6,6 +6,7 @@ JSON has no infinity: a probability of zero is written as -9999, as vLLM does.
 from __future__ import annotations
 
 import math
+from codecs import utf_8_decode
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,25 @@ FLOOR = -9999.0
 
 def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) and logprob > FLOOR else FLOOR
+
+
+class TextOffset:
+    """Where in a choice's text the next token begins, in characters; one may be made of several tokens."""
+
+    __slots__ = ("_pending", "count")
+
+    def __init__(self, count: int) -> None:
+        """`count`: characters before the first token."""
+        self.count = count
+        self._pending = b""
+
+    def take(self, data: bytes) -> int:
+        """The offset of a token with these bytes."""
+        begin, data = self.count, self._pending + data
+        text, used = utf_8_decode(data, "replace", False)
+        self._pending = data[used:]
+        self.count += len(text)
+        return begin
 
 
 class LogprobWriter:
@@ -37,18 +57,13 @@ class LogprobWriter:
         ]
         return {"content": content, "refusal": None}
 
-    def completion(self, entries: Sequence[TokenLogprob], offset: int) -> dict[str, Any]:
-        """`offset`: characters of the choice's text before the first of these tokens."""
-        tokens = [self.text(e.token_id) for e in entries]
-        offsets = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
+    def completion(self, entries: Sequence[TokenLogprob], offset: TextOffset) -> dict[str, Any]:
+        """`offset`: of the first of these tokens; is moved on behind them."""
         return {
-            "tokens": tokens,
+            "tokens": [self.text(e.token_id) for e in entries],
             "token_logprobs": [finite(e.logprob) for e in entries],
             "top_logprobs": [self._alternatives(e) for e in entries],
-            "text_offset": offsets,
+            "text_offset": [offset.take(self._tokenizer.token_bytes(e.token_id)) for e in entries],
         }
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:

@@ -36,7 +36,7 @@ _IDLE_AFTER_S = 0.05
 """Without a step for so long, a worker does what it has put off."""
 
 
-class StartRefused(Exception):
+class StartRefused(RuntimeError):
     """The worker cannot start as it was told, and the message says all that a person needs: no traceback."""
 
 

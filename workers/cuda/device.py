@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipring.workers.link import StartRefused
+
 Body = Callable[[], None]
 """Device work; to be captured, it reads and writes buffers of fixed addresses and sizes, and waits for nothing."""
 
@@ -83,9 +85,9 @@ class Device(Protocol):
 
 class CudaDevice:
     def __init__(self, name: str) -> None:
-        """`name`: cuda:N. Raises RuntimeError when there is no such device."""
+        """`name`: cuda:N. Raises StartRefused when there is no such device."""
         if not torch.cuda.is_available():
-            raise RuntimeError(f"--device {name}: torch finds no CUDA device; `slipring doctor` says what is missing")
+            raise StartRefused(f"--device {name}: torch finds no CUDA device; `slipring doctor` says what is missing")
         self.torch = torch.device(name)
         torch.cuda.set_device(self.torch)
         self.num_processors = torch.cuda.get_device_properties(self.torch).multi_processor_count
