@@ -1,4 +1,4 @@
-"""`python -m perf list | run NAME [--compare] [--quick] [--seed N] | render [--check]`."""
+"""`python -m perf list | run NAME [--compare] [--quick] [--no-write] [--seed N] | render [--check]`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def main() -> int:
     run.add_argument("name", choices=sorted(FIGURES))
     run.add_argument("--compare", action="store_true", help="also run the baseline, in the same run")
     run.add_argument("--quick", action="store_true", help="few samples: does it work, not how fast is it")
+    run.add_argument("--no-write", action="store_true", help="leave perf/results as it is")
     run.add_argument("--seed", type=int, default=1)
     show = commands.add_parser("render", help="rewrite the README's tables from perf/results")
     show.add_argument("--check", action="store_true", help="only say whether they agree")
@@ -29,14 +30,15 @@ def main() -> int:
         return 0
     if arguments.command == "render":
         return render(check=arguments.check)
-    return _run(arguments.name, Options(arguments.compare, arguments.seed, arguments.quick))
+    options = Options(arguments.compare, arguments.seed, arguments.quick)
+    return _run(arguments.name, options, keep=not (arguments.quick or arguments.no_write))
 
 
-def _run(name: str, options: Options) -> int:
+def _run(name: str, options: Options, keep: bool) -> int:
     measurement = importlib.import_module(FIGURES[name]).measure(options)
     for row in measurement.table:
         print("  ".join(f"{key}={value}" for key, value in row.items()))
-    if not options.quick:
+    if keep:
         print(f"written to {write(name, options, measurement)}")
     print(json.dumps(measurement.summary))
     return 0
