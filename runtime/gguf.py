@@ -15,7 +15,6 @@ makes opening a file with 49k tokens and 48k merges take tens of milliseconds.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import mmap
 import os
@@ -95,15 +94,11 @@ class StringArray(Sequence[str]):
 class GgufFile:
     """The parsed header. `metadata` maps keys to int, float, bool, str, numpy arrays, `StringArray` or lists."""
 
-    def __init__(
-        self, path: str, version: int, metadata: dict[str, Any], tensors: tuple[TensorSpec, ...], digest: str
-    ) -> None:
+    def __init__(self, path: str, version: int, metadata: dict[str, Any], tensors: tuple[TensorSpec, ...]) -> None:
         self.path = path
         self.version = version
         self.metadata = metadata
         self.tensors = tensors
-        self.digest = digest
-        """Of the metadata's bytes: equal digests mean equal tokenizers."""
 
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
         """The value at `key`, or `default` if absent. Raises GgufError when it is of another type."""
@@ -151,11 +146,9 @@ class _Header:
     def parse(self) -> GgufFile:
         version = self._version()
         num_tensors, num_metadata = self._u64(), self._u64()
-        start = self.pos
         metadata = self._metadata(num_metadata)
-        digest = hashlib.blake2b(memoryview(self.data)[start : self.pos], digest_size=16).hexdigest()
         tensors = self._tensors(num_tensors, metadata.get("general.alignment", 32))
-        return GgufFile(self.path, version, metadata, tensors, digest)
+        return GgufFile(self.path, version, metadata, tensors)
 
     def fail(self, problem: str) -> GgufError:
         return GgufError(f"{self.path}: {problem}")

@@ -192,7 +192,7 @@ def test_loading_is_fast() -> None:
 
 def made_up(**fields: Any) -> GgufFile:
     metadata = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
-    return GgufFile("made-up.gguf", 3, metadata, (), "")
+    return GgufFile("made-up.gguf", 3, metadata, ())
 
 
 def build(gguf_file: GgufFile) -> Tokenizer:
