@@ -66,9 +66,7 @@ class ControlPlane:
     def answer(self, step: Step) -> None:
         """Be the device: every entry that samples draws a token that stops nobody."""
         output, count, view = self.output, step.num_rows, step.view
-        output.header[:2] = (count, 0)
-        output.rows[:count] = view.rows[:count]
-        output.generation[:count] = view.generation[:count]
+        output.answer(view)
         output.num_accepted[:count] = (view.flags[:count] & 2) > 0
         output.tokens[:count, 0] = self.tokens[step.step_id % 64, :count]
         self.reader.advance()

@@ -53,11 +53,8 @@ def main() -> int:
 
 def _run(step: StepInputView, output: StepOutputView, num_prompt: np.ndarray) -> int:
     """Answer a step; returns its prompt tokens."""
-    num = int(step.header[step.NUM_ROWS])
+    num = output.answer(step)
     rows = step.rows[:num]
-    output.header[:2] = (num, 0)
-    output.rows[:num] = rows
-    output.generation[:num] = step.generation[:num]
     output.num_accepted[:num] = (step.flags[:num] & int(StepFlag.SAMPLE)) > 0
     output.tokens[:num, 0] = drawn(step.start[:num] + step.num_tokens[:num], num_prompt[rows])
     return int(step.header[step.NUM_TOKENS]) - int(step.header[step.NUM_DECODE])

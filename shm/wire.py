@@ -212,3 +212,13 @@ class StepOutputView:
         self.rank: Int32Array = cursor.take(rows)
         self.top_ids: Int32Array = cursor.take((shape.max_rows, MAX_LOGPROBS))
         self.top_logprobs: NDArray[np.float32] = cursor.take((shape.max_rows, MAX_LOGPROBS), np.float32)
+
+    def answer(self, step: StepInputView) -> int:
+        """Begin the answer to a step: echo its rows and generations, with nothing drawn yet. Returns their number."""
+        num_rows = int(step.header[step.NUM_ROWS])
+        self.header[self.NUM_ROWS] = num_rows
+        self.header[self.NUM_LOGPROBS] = -1
+        self.rows[:num_rows] = step.rows[:num_rows]
+        self.generation[:num_rows] = step.generation[:num_rows]
+        self.num_accepted[:num_rows] = 0
+        return num_rows

@@ -53,9 +53,7 @@ class SimulatedDevice:
         # After the new rows, as a worker does it: an append of an ended admission would spoil the row's next one.
         appended = step.append_rows[:num_appends], step.append_index[:num_appends]
         self.block_table[appended] = step.append_blocks[:num_appends]
-        output.header[:2] = (num_rows, 0)
-        output.rows[:num_rows] = step.rows[:num_rows]
-        output.generation[:num_rows] = step.generation[:num_rows]
+        output.answer(step)
         for entry in range(num_rows):
             self._run_entry(step, output, entry)
 

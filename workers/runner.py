@@ -102,12 +102,7 @@ class Runner:
     def _write(
         self, step: StepInputView, output: StepOutputView, sampled: NDArray[np.int64], draws: Draws | None
     ) -> None:
-        num_rows = int(step.header[step.NUM_ROWS])
-        output.header[output.NUM_ROWS] = num_rows
-        output.header[output.NUM_LOGPROBS] = -1
-        output.rows[:num_rows] = step.rows[:num_rows]
-        output.generation[:num_rows] = step.generation[:num_rows]
-        output.num_accepted[:num_rows] = 0
+        output.answer(step)
         if draws is None:
             return
         output.num_accepted[sampled] = np.where(draws.ok, 1, NON_FINITE)

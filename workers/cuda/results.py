@@ -92,12 +92,7 @@ def write_output(flight: Flight, output: StepOutputView) -> None:
     """Wait for the step, then fill `output`, device times included. Any thread; reads pinned memory alone."""
     flight.done.synchronize()
     step, buffers, sampled = flight.step, flight.buffers, flight.sampled
-    num_rows = int(step.header[step.NUM_ROWS])
-    output.header[output.NUM_ROWS] = num_rows
-    output.header[output.NUM_LOGPROBS] = -1
-    output.rows[:num_rows] = step.rows[:num_rows]
-    output.generation[:num_rows] = step.generation[:num_rows]
-    output.num_accepted[:num_rows] = 0
+    output.answer(step)
     output.num_accepted[sampled] = np.where(buffers.ok.numpy()[: len(sampled)], 1, NON_FINITE)
     output.tokens[sampled, 0] = buffers.tokens.numpy()[: len(sampled)]
     if flight.asked is not None:
