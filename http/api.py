@@ -41,7 +41,7 @@ Handler = Callable[["Api", ApiRequest, str], Awaitable[ApiResponse]]
 class Route:
     method: str
     pattern: str
-    """A path; a final `{id}` takes the rest, slashes included."""
+    """A path; `{id}` takes what is there, slashes included."""
     handler: Handler
     needs_key: bool = True
     needs_model: bool = True
@@ -129,9 +129,9 @@ def _match(path: str) -> tuple[dict[str, Route], str]:
     """The routes of a path by method, and what its `{id}` stands for."""
     if routes := _EXACT.get(path):
         return routes, ""
-    for prefix, routes in _PREFIXED.items():
-        if path.startswith(prefix) and len(path) > len(prefix):
-            return routes, unquote(path[len(prefix) :])
+    for (before, after), routes in _WITH_ID.items():
+        if path.startswith(before) and path.endswith(after) and len(path) > len(before) + len(after):
+            return routes, unquote(path[len(before) : len(path) - len(after)])
     return {}, ""
 
 
@@ -223,7 +223,9 @@ ROUTES = (
 )
 
 _EXACT: dict[str, dict[str, Route]] = {}
-_PREFIXED: dict[str, dict[str, Route]] = {}
-for _route in ROUTES:
-    _prefix, _brace, _ = _route.pattern.partition("{")
-    (_PREFIXED if _brace else _EXACT).setdefault(_prefix, {})[_route.method] = _route
+_WITH_ID: dict[tuple[str, str], dict[str, Route]] = {}
+"""By what stands before and after the `{id}`; the longer ending is tried first."""
+for _route in sorted(ROUTES, key=lambda route: -len(route.pattern.partition("}")[2])):
+    _before, _brace, _rest = _route.pattern.partition("{id}")
+    _found = _WITH_ID.setdefault((_before, _rest), {}) if _brace else _EXACT.setdefault(_before, {})
+    _found[_route.method] = _route

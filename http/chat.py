@@ -6,6 +6,7 @@ from typing import Any
 
 from slipring.http import conversation
 from slipring.http.bodies import ChatBody, decode
+from slipring.http.choices import ChoicesStyle
 from slipring.http.completions import check_response_format
 from slipring.http.errors import bad_request
 from slipring.http.exchange import ApiRequest, ApiResponse
@@ -16,8 +17,7 @@ from slipring.http.sampling import check_logprobs, check_max_tokens, check_min_t
 from slipring.http.served import ServedModel
 
 
-class ChatStyle:
-    prefix = "chatcmpl"
+class ChatStyle(ChoicesStyle):
     object_name = "chat.completion"
     renderer = ChatRenderer
 
@@ -37,19 +37,28 @@ _STYLE = ChatStyle()
 async def create_chat_completion(model: ServedModel, flights: Flights, request: ApiRequest) -> ApiResponse:
     data = await request.read()
     body = decode(data, ChatBody)
+    plan = await plan_chat(model, body, len(data))
+    head = model.head(f"chatcmpl-{request.request_id}", body.model)
+    return await answer(model, flights, head, plan, _STYLE)
+
+
+async def plan_chat(model: ServedModel, body: ChatBody, size: int) -> Plan:
+    """Check a conversation and render its prompt, for every API that holds conversations. Raises ApiError.
+
+    `size`: bytes of the request, by which rendering is judged long.
+    """
     model.check_name(body.model)
     model.rules.check(body)
     max_tokens, logprobs = _max_tokens(body), _logprobs(body)
     check_min_tokens(body, max_tokens)
     check_response_format(body.response_format)
     tools = conversation.check_tools(body, body.tool_choice)
-    text = await model.engine.text_work(len(data), conversation.render, model.engine, body, tools)
+    text = await model.engine.text_work(size, conversation.render, model.engine, body, tools)
     model.check_length(text, "messages")
     # Templates write the special tokens themselves.
     token_ids = await model.engine.encode(text, add_special_tokens=bool(body.add_special_tokens))
     echo = conversation.prefill(body.messages) if body.echo else ""
-    plan = Plan(body, [Prompt(token_ids, echo)], "messages", max_tokens, logprobs)
-    return await answer(model, flights, request, plan, _STYLE)
+    return Plan(body, [Prompt(token_ids, echo)], "messages", max_tokens, logprobs)
 
 
 def _max_tokens(body: ChatBody) -> int | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from slipring.http import config as limits
 from slipring.http.bodies import CompletionBody, decode
+from slipring.http.choices import ChoicesStyle
 from slipring.http.errors import ApiError, bad_request
 from slipring.http.exchange import ApiRequest, ApiResponse
 from slipring.http.frames import CompletionRenderer
@@ -19,8 +20,7 @@ DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for this endpoint."""
 
 
-class CompletionStyle:
-    prefix = "cmpl"
+class CompletionStyle(ChoicesStyle):
     object_name = "text_completion"
     renderer = CompletionRenderer
 
@@ -48,7 +48,9 @@ async def create_completion(model: ServedModel, flights: Flights, request: ApiRe
     max_tokens = _check(body)
     prompts = await _prompts(model, body)
     logprobs = -1 if body.logprobs is None else body.logprobs
-    return await answer(model, flights, request, Plan(body, prompts, "prompt", max_tokens, logprobs), _STYLE)
+    plan = Plan(body, prompts, "prompt", max_tokens, logprobs)
+    head = model.head(f"cmpl-{request.request_id}", body.model)
+    return await answer(model, flights, head, plan, _STYLE)
 
 
 def _check(body: CompletionBody) -> int:

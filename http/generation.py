@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 
 from slipring.http.bodies import SamplingBody
 from slipring.http.errors import from_engine
-from slipring.http.exchange import ApiRequest, ApiResponse
-from slipring.http.frames import EventRenderer
+from slipring.http.exchange import ApiResponse
 from slipring.http.reply import Choice, Collector, ReplyHead, Usage
 from slipring.http.sampling import stop_strings
 from slipring.http.served import ServedModel
-from slipring.http.stream import FrameStream
+from slipring.http.stream import FrameStream, Renderer
 from slipring.runtime.request import Delta, EngineError, GenerationRequest
 
 
@@ -47,22 +46,24 @@ class Plan:
     def n(self) -> int:
         return 1 if self.body.n is None else self.body.n
 
+    @property
+    def echo(self) -> list[str]:
+        """For each choice, the text that comes before what is generated."""
+        return [prompt.echo for prompt in self.prompts for _ in range(self.n)]
+
 
 class Style(Protocol):
     """How one API writes its answers."""
 
-    @property
-    def prefix(self) -> str:
-        """Ids of answers begin with it."""
+    def reply(
+        self, model: ServedModel, plan: Plan, head: ReplyHead, choices: list[Choice], usage: Usage
+    ) -> dict[str, Any]:
+        """The body of an answer that is sent at once."""
         ...
 
-    @property
-    def object_name(self) -> str: ...
-
-    @property
-    def renderer(self) -> type[EventRenderer]: ...
-
-    def choice(self, model: ServedModel, index: int, choice: Choice, plan: Plan) -> dict[str, Any]: ...
+    def frames(self, model: ServedModel, plan: Plan, head: ReplyHead, usage: Usage) -> Renderer:
+        """What writes the events of a streamed answer."""
+        ...
 
 
 class Flights:
@@ -126,49 +127,17 @@ def _sink(base: int, push: Callable[[Delta], None]) -> Callable[[Delta], None]:
     return sink
 
 
-async def answer(model: ServedModel, flights: Flights, request: ApiRequest, plan: Plan, style: Style) -> ApiResponse:
+async def answer(model: ServedModel, flights: Flights, head: ReplyHead, plan: Plan, style: Style) -> ApiResponse:
     model.check_choices(len(plan.prompts) * plan.n, sum(len(prompt.token_ids) for prompt in plan.prompts) * plan.n)
-    name = plan.body.model or model.names[0]
-    head = model.head(style.prefix, request.request_id, name)
     generation = Generation(model, plan, head.id)
     usage = Usage([len(prompt.token_ids) for prompt in plan.prompts], plan.n)
-    echo = [prompt.echo for prompt in plan.prompts for _ in range(plan.n)]
     if plan.body.stream:
-        return _stream(model, flights, generation, style.renderer, head, usage, echo, plan.body)
-    choices = await _collect(flights, generation, Collector(echo, usage))
-    return ApiResponse.json(
-        {
-            **head.fields(style.object_name),
-            "choices": [style.choice(model, index, choice, plan) for index, choice in enumerate(choices)],
-            "usage": usage.fields(),
-            "system_fingerprint": head.fingerprint,
-        }
-    )
-
-
-def _stream(
-    model: ServedModel,
-    flights: Flights,
-    generation: Generation,
-    renderer: type[EventRenderer],
-    head: ReplyHead,
-    usage: Usage,
-    echo: list[str],
-    body: SamplingBody,
-) -> ApiResponse:
-    options = body.stream_options
-    frames = renderer(
-        head,
-        usage,
-        model.logprobs,
-        echo,
-        usage_at_end=options is not None and bool(options.include_usage),
-        usage_in_every=options is not None and bool(options.continuous_usage_stats),
-    )
-    stream = FrameStream(frames, len(echo), generation.cancel)
-    generation.start(stream.push)
-    flights.track(stream)
-    return ApiResponse.events(stream)
+        stream = FrameStream(style.frames(model, plan, head, usage), len(plan.echo), generation.cancel)
+        generation.start(stream.push)
+        flights.track(stream)
+        return ApiResponse.events(stream)
+    choices = await _collect(flights, generation, Collector(plan.echo, usage))
+    return ApiResponse.json(style.reply(model, plan, head, choices, usage))
 
 
 async def _collect(flights: Flights, generation: Generation, collector: Collector) -> list[Choice]:

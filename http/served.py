@@ -43,8 +43,8 @@ class ServedModel:
             )
         return name
 
-    def head(self, prefix: str, request_id: str, name: str) -> ReplyHead:
-        return ReplyHead(f"{prefix}-{request_id}", int(time.time()), name, self.fingerprint)
+    def head(self, reply_id: str, name: str | None) -> ReplyHead:
+        return ReplyHead(reply_id, int(time.time()), name or self.names[0], self.fingerprint)
 
     def engine_id(self, reply_id: str) -> str:
         """Unique in this process, whatever ids clients send."""
