@@ -1,10 +1,10 @@
-"""`Api.handle`: one table of routes, and the order in which a request is judged.
+"""`Api.handle`: the order in which a request is judged, before and around the handlers of `routes.py`.
 
     route → OPTIONS → key → method → readiness → content type → body → handler
 
 The key comes before anything that says which routes exist. Paths match as they were sent, byte for byte, so no odd
-spelling reaches a handler. Every answer carries x-request-id; every failure carries the OpenAI error body; 405, HEAD
-and OPTIONS follow from the table.
+spelling reaches a handler. Every answer carries x-request-id; every failure carries the error body of its API; 405,
+HEAD and OPTIONS follow from the table.
 """
 
 from __future__ import annotations
@@ -12,40 +12,22 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-from urllib.parse import unquote
+from typing import TYPE_CHECKING, Any
 
-from slipring.http import health, models, tokens
 from slipring.http.auth import Cors, KeyRing
-from slipring.http.chat import create_chat_completion
-from slipring.http.completions import create_completion
 from slipring.http.config import ServerConfig
-from slipring.http.errors import ApiError, internal_error, not_ready
+from slipring.http.errors import OPENAI_ERRORS, ApiError, internal_error, not_ready
 from slipring.http.exchange import ApiRequest, ApiResponse
 from slipring.http.generation import Flights
-from slipring.http.metrics import RequestCounter, exposition
-from slipring.http.served import VERSION, ServedModel
+from slipring.http.metrics import RequestCounter
+from slipring.http.openapi import document
+from slipring.http.routes import ROUTES, TABLE, Route, allowed_methods
+from slipring.http.served import ServedModel
 
 if TYPE_CHECKING:
     from slipring.runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
-
-Handler = Callable[["Api", ApiRequest, str], Awaitable[ApiResponse]]
-"""The last argument is what the path's `{...}` stands for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    method: str
-    pattern: str
-    """A path; `{id}` takes what is there, slashes included."""
-    handler: Handler
-    needs_key: bool = True
-    needs_model: bool = True
-    """503 until the model is loaded, and again from the beginning of a shutdown on."""
 
 
 class Api:
@@ -73,6 +55,10 @@ class Api:
             return "draining", None
         return now.state.value, now.reason
 
+    def description(self) -> dict[str, Any]:
+        """The OpenAPI document of this very API."""
+        return document(ROUTES, self.config)
+
     async def handle(self, request: ApiRequest) -> ApiResponse:
         """Never raises, except when the client has gone (cancelled, or a ConnectionError while reading)."""
         request.request_id = _request_id(request.headers.get("x-request-id", ""))
@@ -83,25 +69,25 @@ class Api:
         return response
 
     async def _answer(self, request: ApiRequest) -> tuple[str, ApiResponse]:
-        name = "unmatched"
+        """The pattern of the path, for the counts, and the answer."""
+        routes, rest = TABLE.match(request.path)
+        known = next(iter(routes.values()), None)
+        name, errors = (known.pattern, known.errors) if known else ("unmatched", OPENAI_ERRORS)
         try:
-            routes, rest = _match(request.path)
-            if routes:
-                name = next(iter(routes.values())).pattern
             if request.method == "OPTIONS":
                 return name, self._options(request, routes)
             route = self._choose(request, routes)
             return name, await route.handler(self, request, rest)
         except ApiError as error:
-            return name, error.response()
+            return name, errors.write(error)
         except ConnectionError:
             raise  # the client left while sending: there is nobody to answer
         except Exception:
             logger.exception("%s %s failed", request.method, name)
-            return name, internal_error().response()
+            return name, errors.write(internal_error())
 
     def _options(self, request: ApiRequest, routes: dict[str, Route]) -> ApiResponse:
-        allow = _allow(routes)
+        allow = allowed_methods(routes)
         headers = {"Allow": allow, **self._cors.preflight(request, allow)}
         return ApiResponse(204, b"", headers)
 
@@ -114,7 +100,7 @@ class Api:
         if not routes:
             raise ApiError(404, f"There is no {request.path[:200]!r} here.", code="not_found")
         if route is None:
-            allow = _allow(routes)
+            allow = allowed_methods(routes)
             message = f"{request.method[:20]} is not allowed on {request.path[:200]!r}; allowed: {allow}."
             raise ApiError(405, message, code="method_not_allowed", headers={"Allow": allow})
         state, reason = self.state()
@@ -123,23 +109,6 @@ class Api:
         if method == "POST":
             _check_content_type(request.headers.get("content-type"))
         return route
-
-
-def _match(path: str) -> tuple[dict[str, Route], str]:
-    """The routes of a path by method, and what its `{id}` stands for."""
-    if routes := _EXACT.get(path):
-        return routes, ""
-    for (before, after), routes in _WITH_ID.items():
-        if path.startswith(before) and path.endswith(after) and len(path) > len(before) + len(after):
-            return routes, unquote(path[len(before) : len(path) - len(after)])
-    return {}, ""
-
-
-def _allow(routes: dict[str, Route]) -> str:
-    methods = set(routes) or {"GET", "POST"}  # no routes: `OPTIONS *` and preflights of unknown paths
-    if "GET" in methods:
-        methods.add("HEAD")
-    return ", ".join(sorted(methods | {"OPTIONS"}))
 
 
 def _request_id(given: str) -> str:
@@ -157,75 +126,3 @@ def _check_content_type(header: str | None) -> None:
         raise ApiError(415, "The Content-Type must be application/json.", code="unsupported_media_type")
     if any(charset not in ("utf-8", "utf8", "us-ascii") for charset in charsets):
         raise ApiError(415, "The charset must be utf-8.", code="unsupported_media_type")
-
-
-# The table and its handlers.
-
-
-def _served(api: Api) -> ServedModel:
-    if api.model is None:
-        raise not_ready("starting")
-    return api.model
-
-
-async def _completions(api: Api, request: ApiRequest, _: str) -> ApiResponse:
-    return await create_completion(_served(api), api.flights, request)
-
-
-async def _chat(api: Api, request: ApiRequest, _: str) -> ApiResponse:
-    return await create_chat_completion(_served(api), api.flights, request)
-
-
-async def _tokenize(api: Api, request: ApiRequest, _: str) -> ApiResponse:
-    return await tokens.tokenize(_served(api), request)
-
-
-async def _detokenize(api: Api, request: ApiRequest, _: str) -> ApiResponse:
-    return await tokens.detokenize(_served(api), request)
-
-
-async def _list_models(api: Api, request: ApiRequest, _: str) -> ApiResponse:
-    return models.list_models(_served(api))
-
-
-async def _get_model(api: Api, request: ApiRequest, name: str) -> ApiResponse:
-    return models.get_model(_served(api), name)
-
-
-async def _health(api: Api, request: ApiRequest, _: str) -> ApiResponse:
-    return health.ready(*api.state())
-
-
-async def _live(api: Api, request: ApiRequest, _: str) -> ApiResponse:
-    return health.live(*api.state())
-
-
-async def _metrics(api: Api, request: ApiRequest, _: str) -> ApiResponse:
-    return exposition(api.engine, api.config.served_model_names[0], api.counter)
-
-
-async def _version(api: Api, request: ApiRequest, _: str) -> ApiResponse:
-    return ApiResponse.json({"version": VERSION})
-
-
-ROUTES = (
-    Route("GET", "/health", _health, needs_key=False, needs_model=False),
-    Route("GET", "/health/ready", _health, needs_key=False, needs_model=False),
-    Route("GET", "/health/live", _live, needs_key=False, needs_model=False),
-    Route("GET", "/version", _version, needs_model=False),
-    Route("GET", "/metrics", _metrics, needs_model=False),
-    Route("GET", "/v1/models", _list_models),
-    Route("GET", "/v1/models/{id}", _get_model),
-    Route("POST", "/v1/completions", _completions),
-    Route("POST", "/v1/chat/completions", _chat),
-    Route("POST", "/tokenize", _tokenize),
-    Route("POST", "/detokenize", _detokenize),
-)
-
-_EXACT: dict[str, dict[str, Route]] = {}
-_WITH_ID: dict[tuple[str, str], dict[str, Route]] = {}
-"""By what stands before and after the `{id}`; the longer ending is tried first."""
-for _route in sorted(ROUTES, key=lambda route: -len(route.pattern.partition("}")[2])):
-    _before, _brace, _rest = _route.pattern.partition("{id}")
-    _found = _WITH_ID.setdefault((_before, _rest), {}) if _brace else _EXACT.setdefault(_before, {})
-    _found[_route.method] = _route

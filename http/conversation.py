@@ -15,12 +15,11 @@ import orjson
 
 from slipring.http.bodies import ChatBody, ContentPart, Message, TokenizeBody, ToolCall
 from slipring.http.errors import bad_request
+from slipring.http.ranges import ROLES
 from slipring.runtime.chat_template import RESERVED, TemplateError
 
 if TYPE_CHECKING:
     from slipring.runtime.engine import Engine
-
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def render(engine: Engine, body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | None) -> str:
@@ -101,9 +100,9 @@ def _messages(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 def _message(message: Message, index: int) -> dict[str, Any]:
-    if message.role not in _ROLES:
+    if message.role not in ROLES:
         raise bad_request(
-            f"`messages[{index}].role` must be one of {', '.join(_ROLES)}; got {message.role[:40]!r}.",
+            f"`messages[{index}].role` must be one of {', '.join(ROLES)}; got {message.role[:40]!r}.",
             f"messages[{index}].role",
         )
     rendered: dict[str, Any] = {"role": message.role, "content": _content(message, index)}

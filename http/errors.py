@@ -6,6 +6,8 @@ The text of a 4xx names the field and what would be accepted. A 5xx never carrie
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -44,6 +46,38 @@ class ApiError(Exception):
     def frame(self) -> bytes:
         """The same body as the last event of a stream that had already begun."""
         return b"data: " + orjson.dumps(self.body()) + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorStyle:
+    """How one API writes its errors, and the JSON Schema of that."""
+
+    name: str
+    write: Callable[[ApiError], ApiResponse]
+    schema: dict[str, Any]
+
+
+_NULLABLE = {"type": ["string", "null"]}
+OPENAI_ERRORS = ErrorStyle(
+    "Error",
+    ApiError.response,
+    {
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["message", "type", "param", "code"],
+                "properties": {
+                    "message": {"type": "string"},
+                    "type": {"type": "string"},
+                    "param": _NULLABLE,
+                    "code": _NULLABLE,
+                },
+            }
+        },
+    },
+)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -1,4 +1,5 @@
-"""From a body's sampling fields to `SamplingParams`: every range is checked here, and nowhere else.
+"""From a body's sampling fields to `SamplingParams`: every field is checked here (by the ranges of `ranges.py`), and
+nowhere else.
 
 Defaults come from the request, then from what the model's authors recommend, then from OpenAI's documentation
 (temperature 1, top_p 1). Fields that are known but not supported are refused by name, never ignored.
@@ -7,7 +8,6 @@ Defaults come from the request, then from what the model's authors recommend, th
 from __future__ import annotations
 
 import logging
-import math
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from slipring.http import config as limits
 from slipring.http.bodies import SamplingBody
 from slipring.http.errors import ApiError, bad_request
+from slipring.http.ranges import Range, check_range
 from slipring.runtime.request import (
     MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
     SamplingDefaults,
     SamplingParams,
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_INT64 = 1 << 63
+_BIAS = Range(-100, 100)
+_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Fields that a request and a model's recommendation share."""
 _UNSUPPORTED = (
     "prompt_logprobs", "bad_words", "allowed_token_ids", "structured_outputs", "guided_json", "guided_regex",
     "guided_choice", "guided_grammar", "truncate_prompt_tokens", "use_beam_search", "return_token_ids",
@@ -69,13 +71,8 @@ class SamplingRules:
     def check(self, body: SamplingBody) -> None:
         """Everything that can be said before the prompt is looked at."""
         _refuse_unsupported(body)
-        _within("n", body.n, 1, limits.MAX_CHOICES)
-        _check_ranges(body)
-        _within("presence_penalty", body.presence_penalty, -2, 2)
-        _within("frequency_penalty", body.frequency_penalty, -2, 2)
-        _within("seed", body.seed, -_INT64, _INT64 - 1)
-        _within("priority", body.priority, -(1 << 31), (1 << 31) - 1)
-        _within("min_tokens", body.min_tokens, 0)
+        for name in ("n", *_RECOMMENDED, "presence_penalty", "frequency_penalty", "seed", "priority", "min_tokens"):
+            check_range(name, getattr(body, name))
         _check_best_of(body)
         _check_stream_options(body)
         stop_strings(body)
@@ -103,7 +100,7 @@ class SamplingRules:
             if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) <= last):
                 message = f"`logit_bias` maps token ids (0 to {last}) to numbers; {key[:40]!r} is no such id."
                 raise bad_request(message, "logit_bias")
-            _within("logit_bias", value, -100, 100)
+            check_range("logit_bias", value, _BIAS)
             entries.append((int(key), value))
         return tuple(entries)
 
@@ -124,22 +121,12 @@ class SamplingRules:
         )
 
 
-def _check_ranges(values: Any) -> None:
-    """The fields that a request and a model's recommendation share. Raises ApiError."""
-    _within("temperature", values.temperature, 0, 2)
-    _within("top_p", values.top_p, 0, 1, open_below=True)
-    _within("top_k", values.top_k, -1)
-    _within("min_p", values.min_p, 0, 1)
-    # Outside these the penalty overflows or vanishes in float32.
-    _within("repetition_penalty", values.repetition_penalty, 0.01, 100)
-
-
 def _usable(defaults: SamplingDefaults) -> SamplingDefaults:
     """Files in the wild recommend NaN and the like; such a value would make every request fail."""
     for name in defaults.__struct_fields__:
         alone = type(defaults)(**{name: getattr(defaults, name)})
         try:
-            _check_ranges(alone)
+            check_range(name, getattr(alone, name))
         except ApiError as error:
             logger.warning("the model recommends a value that cannot be used, so it is ignored: %s", error)
             defaults = msgspec.structs.replace(defaults, **{name: None})
@@ -159,11 +146,11 @@ def stop_strings(body: SamplingBody) -> tuple[str, ...]:
 
 
 def check_logprobs(value: int | None, param: str) -> None:
-    _within(param, value, 0, MAX_LOGPROBS)
+    check_range(param, value)
 
 
 def check_max_tokens(value: int | None, param: str, least: int = 1) -> None:
-    _within(param, value, least)
+    check_range(param, value, Range(least))
 
 
 def check_min_tokens(body: SamplingBody, max_tokens: int | None) -> None:
@@ -190,21 +177,6 @@ def _check_best_of(body: SamplingBody) -> None:
 def _check_stream_options(body: SamplingBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise bad_request("`stream_options` is only allowed together with `stream: true`.", "stream_options")
-
-
-def _within(
-    param: str, value: float | None, least: float, most: float | None = None, *, open_below: bool = False
-) -> None:
-    if value is None:
-        return
-    # Written so that NaN fails every comparison and is refused.
-    above = value > least if open_below else value >= least
-    if above and (most is None or value <= most) and (isinstance(value, int) or math.isfinite(value)):
-        return
-    low = f"more than {least}" if open_below else f"at least {least}"
-    wanted = low if most is None else f"{low} and at most {most}"
-    shown = value if abs(value) < 2 * _INT64 else "a number out of range"
-    raise bad_request(f"`{param}` must be {wanted}, got {shown}.", param, "invalid_value")
 
 
 def _first(*values: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipring.http.api import ROUTES
+from slipring.http.routes import ROUTES
 from slipring.runtime.engine import HealthState
 from slipring.runtime.request import EngineDeadError, InvalidRequestError, QueueFullError
 from tests.http.calls import CHAT, COMPLETIONS, HELLO, call, make_api, refused, value

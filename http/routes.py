@@ -1,0 +1,172 @@
+"""The table of routes: what can be asked for, what a body must look like, and which answers may come.
+
+A route says all that `/openapi.json` tells of it (`openapi.py`), so that the two cannot drift apart: most statuses
+follow from its other fields, and a handler's own are listed. A pattern is a path in which one `{name}` stands for
+anything, slashes included; exact paths win, and among patterns those with the longer end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+import msgspec
+
+from slipring.http import health, models, tokens
+from slipring.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from slipring.http.chat import create_chat_completion
+from slipring.http.completions import create_completion
+from slipring.http.errors import OPENAI_ERRORS, ErrorStyle, not_ready
+from slipring.http.exchange import JSON, ApiRequest, ApiResponse
+from slipring.http.metrics import CONTENT_TYPE, exposition
+from slipring.http.served import VERSION, ServedModel
+
+if TYPE_CHECKING:
+    from slipring.http.api import Api
+
+Handler = Callable[[Any, ApiRequest, str], Awaitable[ApiResponse]]
+"""The first argument is the Api, the last what the path's `{...}` stands for."""
+
+GENERATES = (404, 429, 504)
+"""Statuses of their own of all routes that make the engine generate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of the query string."""
+
+    name: str
+    schema: dict[str, Any]
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    method: str
+    pattern: str
+    handler: Handler
+    summary: str
+    body: type[msgspec.Struct] | None = None
+    """What the handler decodes the body with; None: it reads none."""
+    body_optional: bool = False
+    query: tuple[Parameter, ...] = ()
+    statuses: tuple[int, ...] = ()
+    """The handler's own refusals. Those of keys, bodies and readiness follow from the other fields."""
+    answer: str = JSON
+    """Content type of a 200."""
+    streams: bool = False
+    """`stream: true` in the body makes the answer an event stream."""
+    needs_key: bool = True
+    needs_model: bool = True
+    """503 until the model is loaded, and again from the beginning of a shutdown on."""
+    errors: ErrorStyle = OPENAI_ERRORS
+    """The same for all routes of a path."""
+
+
+class RouteTable:
+    def __init__(self, routes: tuple[Route, ...]) -> None:
+        self._exact: dict[str, dict[str, Route]] = {}
+        self._patterns: dict[tuple[str, str], dict[str, Route]] = {}
+        for route in routes:
+            prefix, brace, rest = route.pattern.partition("{")
+            key = (prefix, rest.partition("}")[2])
+            same = self._patterns.setdefault(key, {}) if brace else self._exact.setdefault(prefix, {})
+            same[route.method] = route
+        self._ordered = sorted(self._patterns.items(), key=lambda item: -len(item[0][1]))
+
+    def match(self, path: str) -> tuple[dict[str, Route], str]:
+        """The routes of a path by method, and what its `{...}` stands for. The path is matched as it was sent."""
+        if routes := self._exact.get(path):
+            return routes, ""
+        for (prefix, end), routes in self._ordered:
+            if len(path) > len(prefix) + len(end) and path.startswith(prefix) and path.endswith(end):
+                return routes, unquote(path[len(prefix) : len(path) - len(end)])
+        return {}, ""
+
+
+def allowed_methods(routes: dict[str, Route]) -> str:
+    """The Allow header. No routes: `OPTIONS *`, and preflights of unknown paths."""
+    methods = set(routes) or {"GET", "POST"}
+    if "GET" in methods:
+        methods.add("HEAD")
+    return ", ".join(sorted(methods | {"OPTIONS"}))
+
+
+def served(api: Api) -> ServedModel:
+    if api.model is None:
+        raise not_ready("starting")
+    return api.model
+
+
+async def _completions(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    return await create_completion(served(api), api.flights, request)
+
+
+async def _chat(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    return await create_chat_completion(served(api), api.flights, request)
+
+
+async def _tokenize(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    return await tokens.tokenize(served(api), request)
+
+
+async def _detokenize(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    return await tokens.detokenize(served(api), request)
+
+
+async def _list_models(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    return models.list_models(served(api))
+
+
+async def _get_model(api: Api, request: ApiRequest, name: str) -> ApiResponse:
+    return models.get_model(served(api), name)
+
+
+async def _health(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    return health.ready(*api.state())
+
+
+async def _live(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    return health.live(*api.state())
+
+
+async def _metrics(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    return exposition(api.engine, api.config.served_model_names[0], api.counter)
+
+
+async def _version(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    return ApiResponse.json({"version": VERSION})
+
+
+async def _openapi(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    return ApiResponse.json(api.description())
+
+
+def _probe(pattern: str, handler: Handler, summary: str) -> Route:
+    return Route("GET", pattern, handler, summary, statuses=(503,), needs_key=False, needs_model=False)
+
+
+ROUTES = (
+    _probe("/health", _health, "May I send work?"),
+    _probe("/health/ready", _health, "May I send work?"),
+    _probe("/health/live", _live, "Is the process worth keeping?"),
+    Route("GET", "/version", _version, "Version of the server", needs_model=False),
+    Route("GET", "/metrics", _metrics, "Prometheus metrics", answer=CONTENT_TYPE, needs_model=False),
+    Route("GET", "/openapi.json", _openapi, "This description", needs_model=False),
+    Route("GET", "/v1/models", _list_models, "Models that are served"),
+    Route("GET", "/v1/models/{id}", _get_model, "One model", statuses=(404,)),
+    Route(
+        "POST", "/v1/completions", _completions, "Continue a text",
+        body=CompletionBody, statuses=GENERATES, streams=True,
+    ),
+    Route(
+        "POST", "/v1/chat/completions", _chat, "Answer a conversation",
+        body=ChatBody, statuses=GENERATES, streams=True,
+    ),
+    Route("POST", "/tokenize", _tokenize, "Token ids of a text", body=TokenizeBody, statuses=(404,)),
+    Route("POST", "/detokenize", _detokenize, "Text of token ids", body=DetokenizeBody, statuses=(404,)),
+)  # fmt: skip
+
+TABLE = RouteTable(ROUTES)
