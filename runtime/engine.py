@@ -23,6 +23,7 @@ from slipring.runtime.completion import Completion
 from slipring.runtime.config import ConfigError, EngineConfig, ResolvedConfig, resolve
 from slipring.runtime.detokenizer import Detokenizer
 from slipring.runtime.garbage import IdleCollector
+from slipring.runtime.grammar import GrammarCompiler, GrammarSpec
 from slipring.runtime.metrics import Metrics, Stats
 from slipring.runtime.model import ModelError, open_model
 from slipring.runtime.replica import Replica, ReplicaDeadError, ReplicaState
@@ -38,6 +39,7 @@ from slipring.runtime.request import (
 from slipring.runtime.tokenizer import Tokenizer
 from slipring.scheduler.request import FinishReason, Request
 from slipring.shm import wire
+from slipring.shm.grammar import Grammar
 
 __all__ = ["ConfigError", "Engine", "Health", "HealthState", "ModelError", "StartupError", "StartupEvent"]
 
@@ -106,6 +108,7 @@ class Engine:
         self._idle.set()
         self._died = asyncio.Event()
         self._text_pool = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="slipring-text")
+        self._grammars = GrammarCompiler(self.spec)
         self._seeds = secrets.SystemRandom() if config.seed == 0 else np.random.default_rng(config.seed)
         self._replica: Replica
 
@@ -186,6 +189,7 @@ class Engine:
         if hasattr(self, "_replica"):
             await self._replica.shut_down(timeout_s=2.0)
         self._text_pool.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
 
     async def wait_dead(self) -> str:
         """Returns, with the reason, when the engine can serve no more."""
@@ -264,6 +268,10 @@ class Engine:
             return function(*arguments)
         return await asyncio.get_running_loop().run_in_executor(self._text_pool, function, *arguments)
 
+    async def compile_grammar(self, spec: GrammarSpec, param: str) -> Grammar:
+        """Check what an output must match, off the loop. Raises InvalidRequestError, on the field `param`."""
+        return await self._grammars.compile(spec, param, self.tokenizer)
+
     def draw_seed(self) -> int:
         """A seed for a request that brought none."""
         if isinstance(self._seeds, np.random.Generator):
@@ -301,6 +309,8 @@ class Engine:
         if generation.request_id in self._live:
             raise InvalidRequestError(f"request id {generation.request_id!r} is in use", "request_id")
         check_request(generation, self.spec.vocab_size)
+        if generation.grammar is not None:
+            raise InvalidRequestError("the worker cannot follow a grammar yet", "grammar")
         prompt = np.asarray(generation.prompt_token_ids, np.int64)
         if prompt.ndim != 1 or prompt.size == 0:
             raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")

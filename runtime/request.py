@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from slipring.shm.grammar import Grammar
 from slipring.shm.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
 from slipring.shm.spec import SamplingDefaults
 
@@ -45,6 +46,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     priority: int = 0
     """Lower is sooner, with `--scheduling-policy priority`."""
+    grammar: Grammar | None = None
+    """What the output must match, from `Engine.compile_grammar`."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
