@@ -61,6 +61,8 @@ class Route:
     needs_key: bool = True
     needs_model: bool = True
     """503 until the model is loaded, and again from the beginning of a shutdown on."""
+    administers: bool = False
+    """Changes the server for everybody."""
     errors: ErrorStyle = OPENAI_ERRORS
     """The same for all routes of a path."""
 

@@ -25,6 +25,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+_RUNNING: dict[str, Server] = {}
+"""By URL, for `alive`."""
+
+
 class Server:
     """`slipring serve smollm2 ARGUMENTS` on a free port; a context manager that waits until it is ready."""
 
@@ -36,6 +40,8 @@ class Server:
         self._environment = {**os.environ, **(environment or {})}
         self.process: subprocess.Popen[str]
         self.output = ""
+        self.baseline: tuple[list[int], str] | None = None
+        """Process ids and the canary's text, as `alive` first saw them."""
 
     def launch(self) -> Server:
         """Start the process without waiting."""
@@ -52,9 +58,11 @@ class Server:
                 self.process.kill()
                 raise RuntimeError(f"the server did not start:\n{self.process.communicate()[0]}")
             time.sleep(0.05)
+        _RUNNING[self.url] = self
         return self
 
     def __exit__(self, *_: object) -> None:
+        _RUNNING.pop(self.url, None)
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -89,6 +97,28 @@ class Server:
         with urllib.request.urlopen(request, timeout=timeout) as response:
             return json.loads(response.read())
 
+    def held(self) -> dict[str, float]:
+        """What live requests hold, by gauge; empty when everything is free."""
+        names = {"running": "vllm:num_requests_running", "waiting": "vllm:num_requests_waiting"}
+        held = {name: self.gauge(gauge) for name, gauge in names.items()}
+        held["blocks"] = self.gauge("slipring:num_blocks") - self.gauge("slipring:num_free_blocks")
+        return {name: count for name, count in held.items() if count}
+
     @property
     def worker_pids(self) -> list[int]:
         return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
+
+
+def alive(url: str) -> None:
+    """What must hold after any input: healthy, the same processes, the same greedy text, every row and block free."""
+    server = _RUNNING[url]
+    pids = [server.process.pid, *server.worker_pids]
+    assert server.process.poll() is None and server.health() == 200
+    canary = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0, "seed": 1}
+    text = server.post("/v1/completions", canary)["choices"][0]["text"]
+    server.baseline = server.baseline or (pids, text)
+    assert (pids, text) == server.baseline
+    deadline = time.monotonic() + 5  # what a client has left is ended within a step
+    while held := server.held():
+        assert time.monotonic() < deadline, f"not given back: {held}"
+        time.sleep(0.05)
