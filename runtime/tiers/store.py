@@ -1,0 +1,70 @@
+"""`PageStore`: what a slow tier is made of. Blocking calls, made from the threads of `jobs.py`, any number at once.
+
+A store may lose a page, and may be asked for one it never had; it must never give a page that is not the one stored
+under the key. Every store therefore seals its pages (`seal`, `unseal`): a header with the key, the layout, and a
+digest of the content.
+"""
+
+from __future__ import annotations
+
+import struct
+from hashlib import sha256
+from typing import Protocol
+
+from slipring.scheduler.offload.key import OffloadKey
+
+_MAGIC = b"SLIPKV\x00\x01"
+_HEADER = struct.Struct("<8sQ32s40s32s8x")
+HEADER_BYTES = _HEADER.size
+"""128."""
+
+
+class PageMissingError(Exception):
+    """The store has no such page."""
+
+
+class PageCorruptError(Exception):
+    """What lies under the key is not what was stored there; it must not be used, and has been removed."""
+
+
+class PageStore(Protocol):
+    name: str
+    """For metrics and messages."""
+
+    def contains(self, key: OffloadKey) -> bool:
+        """Whether a page lies there, as far as can be told without reading it. Raises OSError."""
+        ...
+
+    def read(self, key: OffloadKey, into: memoryview) -> None:
+        """Fill `into`, page_bytes long. Raises PageMissingError, PageCorruptError or OSError; then it holds junk."""
+        ...
+
+    def write(self, key: OffloadKey, page: memoryview) -> bool:
+        """Keep a page; False when it was not worth it (no room below the quota). Raises OSError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def seal(key: OffloadKey, layout: bytes, page: memoryview) -> bytes:
+    """The header of a page. `layout`: 32 bytes, see `slipring.shm.pages.layout_digest`."""
+    return _HEADER.pack(_MAGIC, page.nbytes, layout, key, _digest(key, layout, page))
+
+
+def unseal(header: bytes, key: OffloadKey, layout: bytes, page: memoryview) -> None:
+    """Raises PageCorruptError unless the header is that of this very page."""
+    if len(header) != HEADER_BYTES:
+        raise PageCorruptError("the header is cut off")
+    magic, nbytes, found_layout, found_key, digest = _HEADER.unpack(header)
+    if magic != _MAGIC:
+        raise PageCorruptError("no page of this version")
+    if found_layout != layout or nbytes != page.nbytes:
+        raise PageCorruptError("a page of another layout")
+    if found_key[: len(key)] != key or digest != _digest(key, layout, page):
+        raise PageCorruptError("the content is not what was stored")
+
+
+def _digest(key: OffloadKey, layout: bytes, page: memoryview) -> bytes:
+    digest = sha256(key + layout)
+    digest.update(page)
+    return digest.digest()
