@@ -97,8 +97,9 @@ class StoreThreads:
         self._complained_at = float("-inf")
         self._suspended_until = float("-inf")
         self._counting = threading.Lock()
-        self._reads: queue.SimpleQueue[tuple[Callable[..., Any], ...] | None] = queue.SimpleQueue()
-        self._writes: queue.SimpleQueue[tuple[Callable[..., Any], ...] | None] = queue.SimpleQueue()
+        self._reads: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        """(method, job, arguments), or None: end."""
+        self._writes: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._threads = [self._start(self._reads, i) for i in range(num_readers)]
         self._threads += [self._start(self._writes, num_readers + i) for i in range(num_writers)]
 
@@ -220,7 +221,7 @@ class StoreThreads:
         if job.over:
             return
         began = time.monotonic()
-        self._store.read(job.keys[index], memoryview(buffer))
+        self._store.read(job.keys[index], buffer.data)
         with job.lock:
             if job.over:
                 return
@@ -234,7 +235,7 @@ class StoreThreads:
             if job.over:
                 return
             buffer[:] = self._slots[job.slots[index]]  # a copy: the slot is somebody else's once the job is over
-        kept = self._store.write(job.keys[index], memoryview(buffer))
+        kept = self._store.write(job.keys[index], buffer.data)
         job.results[index] = kept
         self._count(skipped=not kept, stored_bytes=buffer.nbytes * kept, store_seconds=time.monotonic() - began)
 
