@@ -107,7 +107,7 @@ class Api:
         if route.needs_model and state != "healthy":
             raise not_ready(state, reason)
         if method == "POST":
-            _check_content_type(request.headers.get("content-type"))
+            _check_content_type(request, route)
         return route
 
 
@@ -116,9 +116,16 @@ def _request_id(given: str) -> str:
     return re.sub(r"[^A-Za-z0-9._:-]", "", given)[:128] or secrets.token_hex(16)
 
 
-def _check_content_type(header: str | None) -> None:
-    """JSON in UTF-8. A missing header is refused: a web page can send such a request to any origin, unasked."""
+def _check_content_type(request: ApiRequest, route: Route) -> None:
+    """JSON in UTF-8.
+
+    A missing header is refused where there is a body to read, and to browsers in any case: a web page can send such
+    a request to any origin, unasked.
+    """
+    header = request.headers.get("content-type")
     if header is None:
+        if (route.body_optional or not route.bodies) and "origin" not in request.headers:
+            return
         header = "nothing"
     kind, *options = (part.strip().lower() for part in header.split(";"))
     charsets = [option.partition("=")[2].strip('"') for option in options if option.startswith("charset=")]

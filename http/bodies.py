@@ -7,6 +7,7 @@ absent, and unknown fields are skipped. Ranges and meanings are checked later (`
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any, TypeVar
 
@@ -132,16 +133,29 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-Body = TypeVar("Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+class Invocation(msgspec.Struct):
+    """Enough of a body to tell a chat from a completion."""
 
-_KINDS = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
-_DECODERS = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}
+    messages: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class AbortBody(msgspec.Struct, kw_only=True):
+    request_ids: list[str] | None = None
+    """Ids of answers, or the x-request-id of their requests. None: everything."""
+
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+@functools.cache
+def _decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
+    return msgspec.json.Decoder(kind)
 
 
 def decode(data: bytes, kind: type[Body]) -> Body:
     """Raises ApiError (400) naming the field and what would be accepted."""
     try:
-        return _DECODERS[kind].decode(data)  # type: ignore[return-value]
+        return _decoder(kind).decode(data)
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
     except (msgspec.DecodeError, UnicodeError) as error:

@@ -39,7 +39,7 @@ _DESCRIPTIONS = {
 def document(routes: Iterable[Route], config: ServerConfig) -> dict[str, Any]:
     """An OpenAPI 3.1 document."""
     routes = tuple(routes)
-    bodies = list(dict.fromkeys(route.body for route in routes if route.body is not None))
+    bodies = list(dict.fromkeys(body for route in routes for body in route.bodies))
     refs, schemas = msgspec.json.schema_components(bodies, ref_template=_REF)
     ref_of = dict(zip(bodies, refs, strict=True))
     for name, schema in schemas.items():
@@ -67,11 +67,9 @@ def _operation(route: Route, ref_of: dict[type, dict[str, Any]], keys: bool) -> 
         "parameters": _parameters(route),
         "responses": {str(status): _response(route, status) for status in statuses(route, keys)},
     }
-    if route.body is not None:
-        operation["requestBody"] = {
-            "required": not route.body_optional,
-            "content": {JSON: {"schema": ref_of[route.body]}},
-        }
+    if refs := [ref_of[body] for body in route.bodies]:
+        schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
+        operation["requestBody"] = {"required": not route.body_optional, "content": {JSON: {"schema": schema}}}
     if asks_key:
         operation["security"] = [{"key": []}]
     return operation
@@ -88,7 +86,7 @@ def statuses(route: Route, keys: bool) -> list[int]:
         found.add(400)
     if route.method == "POST":
         found.add(415)
-    if route.body is not None:
+    if route.bodies:
         found |= {400, 408, 413}
     return sorted(found)
 

@@ -14,8 +14,8 @@ from urllib.parse import unquote
 
 import msgspec
 
-from slipring.http import health, models, tokens
-from slipring.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from slipring.http import admin, health, models, tokens
+from slipring.http.bodies import AbortBody, ChatBody, CompletionBody, DetokenizeBody, Invocation, TokenizeBody, decode
 from slipring.http.chat import create_chat_completion
 from slipring.http.completions import create_completion
 from slipring.http.errors import OPENAI_ERRORS, ErrorStyle, not_ready
@@ -48,8 +48,8 @@ class Route:
     pattern: str
     handler: Handler
     summary: str
-    body: type[msgspec.Struct] | None = None
-    """What the handler decodes the body with; None: it reads none."""
+    body: type[msgspec.Struct] | tuple[type[msgspec.Struct], ...] = ()
+    """What the handler decodes the body with, or one of several; empty: it reads none."""
     body_optional: bool = False
     query: tuple[Parameter, ...] = ()
     statuses: tuple[int, ...] = ()
@@ -65,6 +65,11 @@ class Route:
     """Changes the server for everybody."""
     errors: ErrorStyle = OPENAI_ERRORS
     """The same for all routes of a path."""
+
+
+    @property
+    def bodies(self) -> tuple[type[msgspec.Struct], ...]:
+        return self.body if isinstance(self.body, tuple) else (self.body,)
 
 
 class RouteTable:
@@ -146,14 +151,52 @@ async def _openapi(api: Api, request: ApiRequest, _: str) -> ApiResponse:
     return ApiResponse.json(api.description())
 
 
-def _probe(pattern: str, handler: Handler, summary: str) -> Route:
-    return Route("GET", pattern, handler, summary, statuses=(503,), needs_key=False, needs_model=False)
+async def _invocations(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    """One address for both, as SageMaker has it: a body with messages is a chat."""
+    chat = bytes(decode(await request.read(), Invocation).messages) != b"null"
+    return await (_chat if chat else _completions)(api, request, "")
+
+
+async def _load(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    return ApiResponse.json({"server_load": len(api.flights)})
+
+
+async def _pause(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    return await admin.pause(served(api).engine, request)
+
+
+async def _resume(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    return await admin.resume(served(api).engine)
+
+
+async def _is_paused(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    return await admin.is_paused(served(api).engine)
+
+
+async def _abort_requests(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    return await admin.abort_requests(served(api).engine, request)
+
+
+async def _reset_prefix_cache(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    return await admin.reset_prefix_cache(served(api).engine)
+
+
+def _probe(pattern: str, handler: Handler, summary: str, method: str = "GET") -> Route:
+    return Route(method, pattern, handler, summary, statuses=(503,), needs_key=False, needs_model=False)
+
+
+_PAUSE_QUERY = (
+    Parameter("mode", {"enum": list(admin.PAUSE_MODES), "default": "abort"}, "What becomes of running requests."),
+    Parameter("clear_cache", {"type": "boolean", "default": True}, "Forget the prefix cache."),
+)
 
 
 ROUTES = (
     _probe("/health", _health, "May I send work?"),
     _probe("/health/ready", _health, "May I send work?"),
     _probe("/health/live", _live, "Is the process worth keeping?"),
+    _probe("/ping", _health, "May I send work?"),
+    _probe("/ping", _health, "May I send work?", "POST"),
     Route("GET", "/version", _version, "Version of the server", needs_model=False),
     Route("GET", "/metrics", _metrics, "Prometheus metrics", answer=CONTENT_TYPE, needs_model=False),
     Route("GET", "/openapi.json", _openapi, "This description", needs_model=False),
@@ -169,6 +212,19 @@ ROUTES = (
     ),
     Route("POST", "/tokenize", _tokenize, "Token ids of a text", body=TokenizeBody, statuses=(404,)),
     Route("POST", "/detokenize", _detokenize, "Text of token ids", body=DetokenizeBody, statuses=(404,)),
+    Route(
+        "POST", "/invocations", _invocations, "A chat or a completion, by what the body holds",
+        body=(ChatBody, CompletionBody), statuses=GENERATES, streams=True,
+    ),
+    Route("GET", "/load", _load, "Answers in flight"),
+    Route("GET", "/is_paused", _is_paused, "Is the server paused?"),
+    Route("POST", "/pause", _pause, "Start nothing new", query=_PAUSE_QUERY, administers=True),
+    Route("POST", "/resume", _resume, "Go on", administers=True),
+    Route(
+        "POST", "/abort_requests", _abort_requests, "End requests",
+        body=AbortBody, body_optional=True, administers=True,
+    ),
+    Route("POST", "/reset_prefix_cache", _reset_prefix_cache, "Forget free KV blocks", administers=True),
 )  # fmt: skip
 
 TABLE = RouteTable(ROUTES)

@@ -104,8 +104,13 @@ class Engine:
         self._state = HealthState.STARTING
         self._dead_reason: str | None = None
         self._eos = frozenset(self.spec.eos_token_ids)
+        self.paused = False
+        self._held: list[list[Request]] = []
+        """Completions of requests that arrived while paused."""
         self._idle = asyncio.Event()
         self._idle.set()
+        self._ended = asyncio.Event()
+        """Set whenever a request ends, for `wait_paused`."""
         self._died = asyncio.Event()
         self._text_pool = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="slipring-text")
         self._grammars = GrammarCompiler(self.spec)
@@ -176,6 +181,7 @@ class Engine:
         """Take no new work and let what is live finish; after `timeout_s` the rest ends with an error."""
         if self._state is HealthState.HEALTHY:
             self._state = HealthState.DRAINING
+            self.resume()
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
@@ -242,6 +248,44 @@ class Engine:
                 self._replica.abort(completion.request)
         self._forget(completions)
         return True
+
+    def finish(self, request_id: str) -> bool:
+        """End a request with finish reason `abort`, which its sink is told. False when it is not live."""
+        completions = self._live.get(request_id, ())
+        for completion in completions:
+            self._end(completion, FinishReason.ABORT)
+        return bool(completions)
+
+    @property
+    def live_ids(self) -> list[str]:
+        return list(self._live)
+
+    def pause(self, freeze: bool = False) -> None:
+        """Take requests but start none; with `freeze` those that are running stop where they are, too."""
+        self.paused = True
+        self._replica.scheduler.frozen = freeze
+
+    def resume(self) -> None:
+        self.paused = False
+        self._replica.scheduler.frozen = False
+        held, self._held = self._held, []
+        for requests in held:
+            self._enqueue(requests)
+        self._replica.wake()
+
+    async def wait_paused(self) -> None:
+        """Until nothing runs any more, or somebody has resumed."""
+        while self.paused and len(self._live) > self._num_held:
+            self._ended.clear()
+            await self._ended.wait()
+
+    @property
+    def _num_held(self) -> int:
+        return sum(requests[0].owner is not None for requests in self._held)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what free blocks hold. Live requests keep theirs."""
+        self._replica.scheduler.pool.forget_all()
 
     def check_length(self, text: str) -> None:
         """Refuse a text whose size alone says that it cannot fit. Raises ContextLengthError."""
@@ -328,7 +372,7 @@ class Engine:
     def _check_queue(self, n: int, num_tokens: int) -> None:
         """Bounded in requests and in tokens; a lone request always passes."""
         user, scheduler = self.config.user, self._replica.scheduler
-        waiting, tokens = scheduler.num_waiting, scheduler.waiting.num_tokens + self._num_hashing
+        waiting, tokens = scheduler.num_waiting + len(self._held), scheduler.waiting.num_tokens + self._num_hashing
         if tokens and (waiting + n > user.max_queued_requests or tokens + n * num_tokens > user.max_queued_tokens):
             self._metrics.rejected += 1
             raise QueueFullError(
@@ -365,6 +409,9 @@ class Engine:
 
     def _enqueue(self, requests: list[Request]) -> None:
         """Hash the prompt, a slice each turn of the loop, then hand over what was not aborted in the meantime."""
+        if self.paused:
+            self._held.append(requests)
+            return
         first = requests[0]
         if self.config.user.enable_prefix_caching and not first.hash_prompt(self.config.user.block_size, _HASH_SLICE):
             asyncio.get_running_loop().call_soon(self._enqueue, requests)
@@ -386,6 +433,7 @@ class Engine:
     def _forget(self, completions: list[Completion]) -> None:
         for completion in completions:
             completion.request.owner = None  # the two hold each other: no cycle is left for the collector
+        self._ended.set()
         if not self._live:
             self._idle.set()
 
@@ -401,12 +449,14 @@ class Engine:
             self._died.set()
 
     def _end_all(self, reason: str) -> None:
-        now = time.monotonic()
         for completions in list(self._live.values()):
             for completion in completions:
-                if not completion.finished:
-                    self._replica.abort(completion.request)
-                    completion.finish(FinishReason.ERROR, now, error=reason)
+                self._end(completion, FinishReason.ERROR, reason)
+
+    def _end(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
+        if not completion.finished:
+            self._replica.abort(completion.request)
+            completion.finish(reason, time.monotonic(), error=error)
 
 
 _SHM_FIX = "In a container, start it with a larger --shm-size, or lower --max-num-seqs or --max-model-len."

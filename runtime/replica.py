@@ -214,6 +214,10 @@ class Replica:
     def add(self, request: Request) -> None:
         """Put a request in line. An idle replica wakes at once; requests of one loop turn share a step."""
         self.scheduler.add(request)
+        self.wake()
+
+    def wake(self) -> None:
+        """There may be work again: look for it in the next turn of the loop."""
         if not self._kick_scheduled:
             self._kick_scheduled = True
             self._loop.call_soon(self._guarded, self._kick)

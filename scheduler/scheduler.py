@@ -61,6 +61,8 @@ class Scheduler:
         self.counters = Counters()
         self.mixed_chunk = config.max_mixed_chunk
         """Most prompt tokens beside decode rows; the loop lowers it to hold an inter-token-latency target."""
+        self.frozen = False
+        """Nothing is scheduled until this is taken back; what is in flight comes back as ever."""
         self._prefilling: list[Request] = []
         self._in_flight: deque[Step] = deque()
         self._next_step_id = 0
@@ -101,7 +103,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Something could be scheduled, now or once blocks or rows come back."""
-        return bool(self.decode.num or self._prefilling or len(self.waiting))
+        return not self.frozen and bool(self.decode.num or self._prefilling or len(self.waiting))
 
     # --- one step out ---------------------------------------------------------------------------------------
 

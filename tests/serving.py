@@ -109,9 +109,13 @@ class Server:
         return [child.pid for child in psutil.Process(self.process.pid).children(recursive=True)]
 
 
+def server_at(url: str) -> Server:
+    return _RUNNING[url]
+
+
 def alive(url: str) -> None:
     """What must hold after any input: healthy, the same processes, the same greedy text, every row and block free."""
-    server = _RUNNING[url]
+    server = server_at(url)
     pids = [server.process.pid, *server.worker_pids]
     assert server.process.poll() is None and server.health() == 200
     canary = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0, "seed": 1}

@@ -10,7 +10,7 @@ from slipring.runtime.request import EngineDeadError, InvalidRequestError, Queue
 from tests.http.calls import CHAT, COMPLETIONS, HELLO, call, make_api, refused, value
 from tests.http.engine_double import EngineDouble
 
-OPEN = {"/health", "/health/live", "/health/ready"}
+OPEN = {"/health", "/health/live", "/health/ready", "/ping"}
 ODD_SPELLINGS = [
     "//v1/models", "/V1/models", "/v1/../v1/models", "/%761/models", "/v1/models/", "/v1//models", "/v1/./models",
     "/v1/chat/completions/", "/%76%31/chat/completions", "v1/models", "", "*",

@@ -27,7 +27,7 @@ def test_every_route_is_described_with_its_body_and_statuses() -> None:
     for route in ROUTES:
         operation = paths[route.pattern][route.method.lower()]
         assert set(operation["responses"]) == set(map(str, statuses(route, keys=False)))
-        assert ("requestBody" in operation) == (route.body is not None)
+        assert ("requestBody" in operation) == bool(route.bodies)
     assert len({o["operationId"] for methods in paths.values() for o in methods.values()}) == len(ROUTES)
 
 
