@@ -6,7 +6,8 @@ The text of a 4xx names the field and what would be accepted. A 5xx never carrie
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ from slipring.http.exchange import ApiResponse
 from slipring.runtime.request import EngineDeadError, EngineError, InvalidRequestError, QueueFullError
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
+
+_FIRST_NAME = re.compile(r"\A\w+")
+_QUOTED = re.compile(r"`(\w[^`\s]*)(?=`)")
 
 
 class ApiError(Exception):
@@ -35,6 +39,16 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = headers or {}
+
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """The same, for an API that calls the fields of chat by other names (from chat's name to its own)."""
+
+        def own(name: str) -> str:
+            return _FIRST_NAME.sub(lambda found: names.get(found[0], found[0]), name)
+
+        message = _QUOTED.sub(lambda found: f"`{own(found[1])}", self.message)
+        param = None if self.param is None else own(self.param)
+        return ApiError(self.status, message, param, self.code, self.headers)
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "invalid_request_error")

@@ -30,24 +30,28 @@ class Usage:
     """Token counts of one HTTP request: every prompt once, every generated token of every choice."""
 
     def __init__(self, prompt_lengths: list[int], choices_per_prompt: int) -> None:
-        self._num_prompt = sum(prompt_lengths)
-        self._num_generated = 0
+        self.num_prompt = sum(prompt_lengths)
+        self.num_generated = 0
         self._per_prompt = choices_per_prompt
         self._cached = [0] * len(prompt_lengths)
 
     def add(self, delta: Delta) -> None:
-        self._num_generated += len(delta.token_ids)
+        self.num_generated += len(delta.token_ids)
         if delta.num_cached_tokens and delta.index % self._per_prompt == 0:
             # Of a prompt's choices the first counts: the others share what it has just computed.
             prompt = delta.index // self._per_prompt
             self._cached[prompt] = max(self._cached[prompt], delta.num_cached_tokens)
 
+    @property
+    def num_cached(self) -> int:
+        return sum(self._cached)
+
     def fields(self) -> dict[str, Any]:
         return {
-            "prompt_tokens": self._num_prompt,
-            "completion_tokens": self._num_generated,
-            "total_tokens": self._num_prompt + self._num_generated,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached)},
+            "prompt_tokens": self.num_prompt,
+            "completion_tokens": self.num_generated,
+            "total_tokens": self.num_prompt + self.num_generated,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached},
         }
 
 
