@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipring.http.auth import Cors, KeyRing
 from slipring.http.config import ServerConfig
-from slipring.http.errors import OPENAI_ERRORS, ApiError, internal_error, not_ready
+from slipring.http.errors import OPENAI_ERRORS, ApiError, ErrorStyle, internal_error, not_ready
 from slipring.http.exchange import ApiRequest, ApiResponse
 from slipring.http.generation import Flights
 from slipring.http.metrics import RequestCounter
@@ -62,29 +62,30 @@ class Api:
     async def handle(self, request: ApiRequest) -> ApiResponse:
         """Never raises, except when the client has gone (cancelled, or a ConnectionError while reading)."""
         request.request_id = _request_id(request.headers.get("x-request-id", ""))
-        route_name, response = await self._answer(request)
-        response.headers["x-request-id"] = request.request_id
-        response.headers.update(self._cors.headers(request))
-        self.counter.count(request.method, route_name, response.status)
-        return response
-
-    async def _answer(self, request: ApiRequest) -> tuple[str, ApiResponse]:
-        """The pattern of the path, for the counts, and the answer."""
         routes, rest = TABLE.match(request.path)
         known = next(iter(routes.values()), None)
         name, errors = (known.pattern, known.errors) if known else ("unmatched", OPENAI_ERRORS)
+        response = await self._answer(request, routes, rest, errors)
+        response.headers.update(dict.fromkeys(errors.id_headers, request.request_id))
+        response.headers.update(self._cors.headers(request))
+        self.counter.count(request.method, name, response.status)
+        return response
+
+    async def _answer(
+        self, request: ApiRequest, routes: dict[str, Route], rest: str, errors: ErrorStyle
+    ) -> ApiResponse:
         try:
             if request.method == "OPTIONS":
-                return name, self._options(request, routes)
+                return self._options(request, routes)
             route = self._choose(request, routes)
-            return name, await route.handler(self, request, rest)
+            return await route.handler(self, request, rest)
         except ApiError as error:
-            return name, errors.write(error)
+            return errors.write(error)
         except ConnectionError:
             raise  # the client left while sending: there is nobody to answer
         except Exception:
-            logger.exception("%s %s failed", request.method, name)
-            return name, errors.write(internal_error())
+            logger.exception("%s %s failed", request.method, request.path[:200])
+            return errors.write(internal_error())
 
     def _options(self, request: ApiRequest, routes: dict[str, Route]) -> ApiResponse:
         allow = allowed_methods(routes)

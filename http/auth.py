@@ -57,7 +57,7 @@ class Cors:
             allowed = {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
         else:
             return {"Vary": "Origin"}
-        return {**allowed, "Access-Control-Expose-Headers": "x-request-id, retry-after"}
+        return {**allowed, "Access-Control-Expose-Headers": "x-request-id, request-id, retry-after"}
 
     def preflight(self, request: ApiRequest, allow: str) -> dict[str, str]:
         headers = self.headers(request)

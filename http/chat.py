@@ -52,13 +52,18 @@ async def plan_chat(model: ServedModel, body: ChatBody, size: int) -> Plan:
     max_tokens, logprobs = _max_tokens(body), _logprobs(body)
     check_min_tokens(body, max_tokens)
     check_response_format(body.response_format)
+    token_ids = await encode_prompt(model, body, size)
+    echo = conversation.prefill(body.messages) if body.echo else ""
+    return Plan(body, [Prompt(token_ids, echo)], "messages", max_tokens, logprobs)
+
+
+async def encode_prompt(model: ServedModel, body: ChatBody, size: int) -> list[int]:
+    """The conversation as the model reads it. `size` as for `plan_chat`. Raises ApiError."""
     tools = conversation.check_tools(body, body.tool_choice)
     text = await model.engine.text_work(size, conversation.render, model.engine, body, tools)
     model.check_length(text, "messages")
     # Templates write the special tokens themselves.
-    token_ids = await model.engine.encode(text, add_special_tokens=bool(body.add_special_tokens))
-    echo = conversation.prefill(body.messages) if body.echo else ""
-    return Plan(body, [Prompt(token_ids, echo)], "messages", max_tokens, logprobs)
+    return await model.engine.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
 
 def _max_tokens(body: ChatBody) -> int | None:

@@ -69,6 +69,8 @@ class ErrorStyle:
     name: str
     write: Callable[[ApiError], ApiResponse]
     schema: dict[str, Any]
+    id_headers: tuple[str, ...] = ("x-request-id",)
+    """Headers in which every answer of the API carries the request's id."""
 
 
 _NULLABLE = {"type": ["string", "null"]}

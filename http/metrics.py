@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slipring.runtime.metrics import Histogram, Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
+_METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
 
 _GAUGES = (
     ("vllm:num_requests_running", "Completions in the running batch.", "num_running"),

@@ -14,12 +14,14 @@ from urllib.parse import unquote
 
 import msgspec
 
-from slipring.http import admin, health, models, tokens
+from slipring.http import admin, health, messages, models, tokens
 from slipring.http.bodies import AbortBody, ChatBody, CompletionBody, DetokenizeBody, Invocation, TokenizeBody, decode
 from slipring.http.chat import create_chat_completion
 from slipring.http.completions import create_completion
 from slipring.http.errors import OPENAI_ERRORS, ErrorStyle, not_ready
 from slipring.http.exchange import JSON, ApiRequest, ApiResponse
+from slipring.http.messages_bodies import CountTokensBody, MessagesBody
+from slipring.http.messages_errors import ANTHROPIC_ERRORS
 from slipring.http.metrics import CONTENT_TYPE, exposition
 from slipring.http.served import VERSION, ServedModel
 
@@ -113,6 +115,14 @@ async def _completions(api: Api, request: ApiRequest, _: str) -> ApiResponse:
 
 async def _chat(api: Api, request: ApiRequest, _: str) -> ApiResponse:
     return await create_chat_completion(served(api), api.flights, request)
+
+
+async def _messages(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    return await messages.create_message(served(api), api.flights, request)
+
+
+async def _count_tokens(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    return await messages.count_tokens(served(api), request)
 
 
 async def _tokenize(api: Api, request: ApiRequest, _: str) -> ApiResponse:
@@ -209,6 +219,14 @@ ROUTES = (
     Route(
         "POST", "/v1/chat/completions", _chat, "Answer a conversation",
         body=ChatBody, statuses=GENERATES, streams=True,
+    ),
+    Route(
+        "POST", "/v1/messages", _messages, "Answer a conversation, in Anthropic's shape",
+        body=MessagesBody, statuses=GENERATES, streams=True, errors=ANTHROPIC_ERRORS,
+    ),
+    Route(
+        "POST", "/v1/messages/count_tokens", _count_tokens, "Tokens of a conversation, in Anthropic's shape",
+        body=CountTokensBody, statuses=(404,), errors=ANTHROPIC_ERRORS,
     ),
     Route("POST", "/tokenize", _tokenize, "Token ids of a text", body=TokenizeBody, statuses=(404,)),
     Route("POST", "/detokenize", _detokenize, "Text of token ids", body=DetokenizeBody, statuses=(404,)),

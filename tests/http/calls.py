@@ -57,6 +57,17 @@ def refused(response: ApiResponse, status: int = 400) -> dict[str, Any]:
     return error
 
 
+def refused_anthropic(response: ApiResponse, status: int = 400) -> dict[str, Any]:
+    """As `refused`, in the shape of Anthropic's API."""
+    assert response.status == status, response.body
+    assert response.headers["request-id"] == response.headers["x-request-id"]
+    body = value(response)
+    assert body["type"] == "error" and body.keys() == {"type", "error"}
+    error = body["error"]
+    assert error.keys() == {"type", "message"} and isinstance(error["message"], str) and error["message"]
+    return error
+
+
 def stream_bytes(api: Api, target: str, body: dict[str, Any]) -> bytes:
     """Everything that a streamed answer sends, taken by iteration."""
 
@@ -66,6 +77,16 @@ def stream_bytes(api: Api, target: str, body: dict[str, Any]) -> bytes:
         return b"".join([frames async for frames in response.body])
 
     return asyncio.run(main())
+
+
+def named_events(data: bytes) -> list[dict[str, Any]]:
+    """Decoded events of APIs that name them; the name and the type agree."""
+    found = []
+    for block in data.decode("utf-8").split("\n\n")[:-1]:
+        name, line = block.split("\n")
+        found.append(json.loads(line.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
 
 
 def events(data: bytes) -> list[Any]:

@@ -116,12 +116,16 @@ class EngineDouble:
 
     def say(self, text: str, index: int = 0, position: int = -1, logprobs: bool = False, cached: int = 0) -> None:
         entries = [TokenLogprob(b, -0.5, 1, ((b, -0.5),)) for b in text.encode()] if logprobs else None
-        self._push(position, Delta(index=index, text=text, token_ids=tuple(text.encode()), logprobs=entries,
-                                   num_cached_tokens=cached))  # fmt: skip
+        ids = tuple(text.encode("utf-8", "replace"))
+        self._push(position, Delta(index=index, text=text, token_ids=ids, logprobs=entries, num_cached_tokens=cached))
 
-    def end(self, text: str = "", reason: str = "stop", index: int = 0, position: int = -1, error: str | None = None):
+    def end(
+        self, text: str = "", reason: str = "stop", index: int = 0, position: int = -1, error: str | None = None,
+        stop_reason: int | str | None = None,
+    ) -> None:
         ids = tuple(text.encode())
-        self._push(position, Delta(index=index, text=text, token_ids=ids, finish_reason=reason, error=error))
+        self._push(position, Delta(index=index, text=text, token_ids=ids, finish_reason=reason, error=error,
+                                   stop_reason=stop_reason))  # fmt: skip
 
     def _push(self, position: int, delta: Delta) -> None:
         sink = self.sinks.get(self.requests[position].request_id)

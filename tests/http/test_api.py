@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from slipring.http.messages_errors import ANTHROPIC_ERRORS
 from slipring.http.routes import ROUTES
 from slipring.runtime.engine import HealthState
 from slipring.runtime.request import EngineDeadError, InvalidRequestError, QueueFullError
-from tests.http.calls import CHAT, COMPLETIONS, HELLO, call, make_api, refused, value
+from tests.http.calls import CHAT, COMPLETIONS, HELLO, call, make_api, refused, refused_anthropic, value
 from tests.http.engine_double import EngineDouble
 
 OPEN = {"/health", "/health/live", "/health/ready", "/ping"}
@@ -25,8 +26,11 @@ def test_every_route_but_health_needs_the_key(route) -> None:
     if route.pattern in OPEN:
         assert response.status == 200
         return
-    error = refused(response, 401)
-    assert error["code"] == "invalid_api_key" and response.headers["WWW-Authenticate"] == "Bearer"
+    if route.errors is ANTHROPIC_ERRORS:
+        assert refused_anthropic(response, 401)["type"] == "authentication_error"
+    else:
+        assert refused(response, 401)["code"] == "invalid_api_key"
+    assert response.headers["WWW-Authenticate"] == "Bearer"
     assert call(api, route.method, path, headers={"authorization": "Bearer K"}).status != 401
 
 
