@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from slipring.scheduler.block_pool import BlockPool
 from slipring.scheduler.config import SchedulerConfig
+from slipring.scheduler.offload.offload import OffloadPort
 from slipring.scheduler.request import Request, RequestStatus
 from slipring.shm.table import BatchTable
 
@@ -20,7 +21,9 @@ Int32Array = NDArray[np.int32]
 
 
 class LiveRows:
-    def __init__(self, config: SchedulerConfig, table: BatchTable, pool: BlockPool, vocab_size: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, table: BatchTable, pool: BlockPool, vocab_size: int, offload: OffloadPort
+    ) -> None:
         num_rows = config.num_rows
         self._caching = config.enable_prefix_caching
         self._block_size = config.block_size
@@ -28,6 +31,7 @@ class LiveRows:
         self._table = table
         self._flat_block_table = table.block_table.reshape(-1)
         self._pool = pool
+        self._offload = offload
         self.request_of: list[Request | None] = [None] * num_rows
         self.num_tokens = np.zeros(num_rows, np.int32)
         """Known: prompt and returned outputs."""
@@ -78,6 +82,7 @@ class LiveRows:
         blocks = self._table.block_table[row, : self.num_blocks[row]]
         if keep:
             self._index(request, int(self.num_computed[row]) // self._block_size)
+            self._offload.ended(request, blocks[: self.num_indexed[row]].tolist())
         else:
             self._pool.forget(blocks)
         self._pool.release(blocks)
@@ -132,11 +137,13 @@ class LiveRows:
         for block_hash, block in zip(request.block_hashes[indexed:num_full], blocks, strict=True):
             self._pool.insert(block_hash, block)
         self.num_indexed[row] = num_full
+        self._offload.offer(request, indexed, blocks)
 
     def check_integrity(self) -> list[int]:
         """Recount blocks and stop tokens from first principles; returns the live rows. Raises AssertionError."""
         held = [row for row, request in enumerate(self.request_of) if request is not None]
-        self._pool.check_integrity([self._table.block_table[row, : self.num_blocks[row]] for row in held])
+        blocks = [self._table.block_table[row, : self.num_blocks[row]] for row in held]
+        self._pool.check_integrity(blocks + self._offload.held_blocks())
         uses = np.zeros_like(self.stop_uses)
         for row in held:
             request = self.request_of[row]

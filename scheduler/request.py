@@ -10,6 +10,7 @@ brought up to date when the row ends.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -33,6 +34,27 @@ class FinishReason(Enum):
     ERROR = "error"
 
 
+class OffloadPolicy(Enum):
+    """When a request's full blocks are copied to the tiers."""
+
+    BLOCK_LEVEL = "block"
+    """Each as soon as it is full."""
+    REQUEST_LEVEL = "request"
+    """All together, when the request ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierLimits:
+    """What a request allows the tiers beyond the device. None: no limit; 0: not at all."""
+
+    max_load_tokens: int | None = None
+    max_store_tokens: int | None = None
+    policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
+
+
+_NO_LIMITS = TierLimits()
+
+
 class Request:
     """Made at submit, where its prompt is hashed, then owned by one scheduler."""
 
@@ -52,6 +74,7 @@ class Request:
         "row",
         "status",
         "stop_token_ids",
+        "tier_limits",
         "token_ids",
     )
 
@@ -65,6 +88,7 @@ class Request:
         cache_salt: str | None = None,
         leader: Request | None = None,
         owner: Any = None,
+        tier_limits: TierLimits = _NO_LIMITS,
     ) -> None:
         """`leader`: the first completion of the same prompt, whose blocks this one waits for and shares.
 
@@ -83,6 +107,7 @@ class Request:
         """Sorts requests by urgency, lowest first; set when the scheduler takes the request."""
         self.leader = leader
         self.owner = owner
+        self.tier_limits = tier_limits
         self.row = -1
         self.status = RequestStatus.WAITING
         self.num_cached_tokens = 0

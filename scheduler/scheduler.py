@@ -23,6 +23,7 @@ Admission is match → reserve → commit; until the commit nothing has changed.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ from slipring.scheduler.block_pool import BlockPool
 from slipring.scheduler.config import SchedulerConfig
 from slipring.scheduler.decode_rows import NEVER, DecodeRows, PendingAppends
 from slipring.scheduler.live_rows import Int32Array, LiveRows
+from slipring.scheduler.offload.offload import NullOffload, OffloadPort
 from slipring.scheduler.request import FinishReason, Request, RequestStatus
 from slipring.scheduler.rows import RowAllocator
 from slipring.scheduler.step import Counters, ProtocolError, Returned, Step
@@ -51,10 +53,18 @@ _ALL = slice(None)
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, table: BatchTable, vocab_size: int) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        table: BatchTable,
+        vocab_size: int,
+        make_offload: Callable[[BlockPool], OffloadPort] = NullOffload,
+    ) -> None:
+        """`make_offload` gets the pool that the tiers load into and store from."""
         self.config = config
         self.table = table
         self.pool = BlockPool(config.num_blocks)
+        self.offload = make_offload(self.pool)
         self.rows = RowAllocator(table.generation)
         self.waiting = WaitingQueue(config.policy, config.priority_age_s)
         self.decode = DecodeRows(config.max_num_seqs, config.num_rows)
@@ -67,7 +77,7 @@ class Scheduler:
         self._in_flight: deque[Step] = deque()
         self._next_step_id = 0
         self._pending = PendingAppends(config.max_num_seqs)
-        self._live = LiveRows(config, table, self.pool, vocab_size)
+        self._live = LiveRows(config, table, self.pool, vocab_size, self.offload)
 
     # --- requests come and go -------------------------------------------------------------------------------
 
@@ -75,6 +85,7 @@ class Scheduler:
         """Put a request in line. It must fit: limit <= max_model_len <= the pool."""
         request.key = self.waiting.key(request)
         self.waiting.push(request)
+        self.offload.begin(request)
 
     def abort(self, request: Request) -> bool:
         """End a request wherever it is; False when it had ended already. In-flight results will be dropped."""
@@ -82,6 +93,7 @@ class Scheduler:
             return False
         if request.status is RequestStatus.WAITING:
             self.waiting.remove(request)
+            self.offload.forget(request)
         else:
             self._end_row(request)
         request.status = RequestStatus.FINISHED
@@ -156,6 +168,8 @@ class Scheduler:
             blocks = self.pool.pop(due.size)
             if blocks is not None:
                 break
+            if self.offload.give_way():
+                continue
             # An append of the victim may stand in `view` already. It can do no harm: a step that preempts admits
             # nobody, so the row is nobody's when the worker reads it.
             self._preempt(self._victim())
@@ -214,16 +228,26 @@ class Scheduler:
             request = self.waiting.peek()
             if request is None:
                 break
-            if self._waits_for_leader(request):
+            if self._waits_for_leader(request) or self.offload.holds_back(request, self.pool.num_free - self._spare):
                 set_aside.append(self.waiting.set_aside())
                 continue
-            if not self._admit(request):
+            if not self._admit(request) and not self._admit_alone(request, at):
                 break
             budget -= self._write_chunk(view, at, request, budget, int(StepFlag.NEW))
             at += 1
         for request in set_aside:
             self.waiting.restore(request)
         return at, budget
+
+    @property
+    def _spare(self) -> int:
+        """Whoever runs already may need one more block each before long, and must not preempt for it."""
+        return self.decode.num + len(self._prefilling)
+
+    def _admit_alone(self, request: Request, num_entries: int) -> bool:
+        """Where nobody runs who would give blocks back some day, loads that wait to be admitted must."""
+        alone = not (num_entries or self._spare or self._in_flight)
+        return alone and self.offload.give_way() and self._admit(request)
 
     def _has_room_for_row(self) -> bool:
         """A step has max_num_seqs entries, so no more rows than that may want one."""
@@ -246,9 +270,8 @@ class Scheduler:
         num_known = len(request.token_ids)
         cached = self._live.match(request)
         need = -(-num_known // self.config.block_size) - len(cached)
-        # reserve: whoever runs already may need one more block each before long, and must not preempt for it
-        spare = self.decode.num + len(self._prefilling)
-        if self.pool.num_free - self.pool.num_free_among(cached) < need + spare:
+        # reserve
+        if self.pool.num_free - self.pool.num_free_among(cached) < need + self._spare:
             return False
         row = self.rows.hand_out()
         if row is None:
@@ -264,6 +287,7 @@ class Scheduler:
         assert fresh is not None
         self.waiting.remove(self.waiting.set_aside())
         self._live.fill(request, row, cached, fresh)
+        self.offload.admitted(request)
         self._count_hits(request, len(cached) * self.config.block_size)
         self._prefilling.append(request)
         return True

@@ -92,6 +92,7 @@ class StoreThreads:
         self._load_timeout_s = load_timeout_s
         self._store_timeout_s = store_timeout_s
         self._max_pending = max(1, max_pending_bytes // slots.shape[1])
+        self._num_readers = num_readers
         self._num_pending = 0
         """Pages of stores that are not over."""
         self._complained_at = float("-inf")
@@ -106,6 +107,12 @@ class StoreThreads:
     @property
     def suspended(self) -> bool:
         return time.monotonic() < self._suspended_until
+
+    @property
+    def page_seconds(self) -> float:
+        """Per page, with all readers at work; 0 before the first load."""
+        num_pages = self.stats.loaded_bytes // self._slots.shape[1]
+        return self.stats.load_seconds / num_pages / self._num_readers if num_pages else 0.0
 
     def lookup(self, keys: Sequence[OffloadKey], done: Callable[[list[bool]], None]) -> None:
         """done(which of them the store has). One thread asks for all, and stops at the first that is not there."""

@@ -30,6 +30,10 @@ class EvictionPolicy(Protocol):
         """These keys, in prefix order, were asked for. Unknown ones are ignored."""
         ...
 
+    def order(self, keys: Sequence[OffloadKey]) -> None:
+        """These keys are one prefix whose user is done: rank them as such, without counting it as another use."""
+        ...
+
     def remove(self, key: OffloadKey) -> None:
         """Its content is gone or worthless: forget it without a trace."""
         ...
@@ -58,6 +62,8 @@ class Lru:
         for key in reversed(keys):
             if key in self._order:
                 self._order.move_to_end(key)
+
+    order = touch
 
     def remove(self, key: OffloadKey) -> None:
         self._order.pop(key, None)
@@ -114,6 +120,12 @@ class Arc:
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         for key in reversed(keys):
             self._reuse(key)
+
+    def order(self, keys: Sequence[OffloadKey]) -> None:
+        for key in reversed(keys):
+            for order in (self._recent, self._frequent):
+                if key in order:
+                    order.move_to_end(key)
 
     def remove(self, key: OffloadKey) -> None:
         for order in (self._recent, self._frequent, self._recent_ghosts, self._frequent_ghosts):

@@ -76,6 +76,10 @@ class SlotIndex:
         """Somebody had use for these keys, in prefix order, whether here or in a faster tier."""
         self._policy.touch(keys)
 
+    def order(self, keys: Sequence[OffloadKey]) -> None:
+        """The user of this prefix is done: what belongs to its end shall go before its beginning."""
+        self._policy.order(keys)
+
     @property
     def num_occupied(self) -> int:
         return self.num_slots - len(self._free)
@@ -101,7 +105,7 @@ class SlotIndex:
     def complete_load(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         for key, slot in zip(keys, slots, strict=True):
             entry = self._entries.get(key)
-            if entry is not None and entry.slot == slot and slot not in self._orphans:
+            if entry is not None and entry.slot == slot:
                 entry.readers -= 1
                 self._num_pinned -= entry.readers == 0
             else:
@@ -141,7 +145,7 @@ class SlotIndex:
         """The slots are written: readable from now on; or they are not, and nothing is here."""
         for key, slot in zip(keys, slots, strict=True):
             entry = self._entries.get(key)
-            if entry is None or entry.slot != slot or slot in self._orphans:
+            if entry is None or entry.slot != slot:
                 self._release_orphan(slot)
                 continue
             self._num_pinned -= 1

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from slipring.scheduler.block_pool import BlockPool
 from slipring.scheduler.config import SchedulerConfig
+from slipring.scheduler.offload.offload import NullOffload, OffloadPort
 from slipring.scheduler.request import FinishReason, Request, RequestStatus
 from slipring.scheduler.scheduler import Scheduler
 from slipring.scheduler.step import ProtocolError
@@ -36,7 +38,7 @@ class Harness:
         self.config = SchedulerConfig(**settings)  # type: ignore[arg-type]
         shape = TableShape(self.config.num_rows, self.config.max_model_len, self.config.block_size)
         self.table = BatchTable.create(shape)
-        self.scheduler = Scheduler(self.config, self.table, VOCAB)
+        self.scheduler = Scheduler(self.config, self.table, VOCAB, self.make_offload)
         self.device = SimulatedDevice(self.table, self.config.num_blocks, VOCAB)
         step_shape = StepShape.of(self.config.max_num_seqs, 0, self.config.block_size)
         payloads = [
@@ -51,6 +53,9 @@ class Harness:
         self.output_of: dict[Request, list[int]] = {}
         self.reason_of: dict[Request, FinishReason] = {}
         self.clock = 0.0
+
+    def make_offload(self, pool: BlockPool) -> OffloadPort:
+        return NullOffload(pool)
 
     def add(self, prompt: list[int], max_tokens: int = 8, seed: int = 1, **kwargs: object) -> Request:
         stop = kwargs.pop("stop", ())

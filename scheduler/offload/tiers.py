@@ -1,0 +1,145 @@
+"""`Tiers`: the CPU tier's slots in front of slower tiers. What misses here is asked for there and brought up.
+
+Slow tiers answer through callbacks, each exactly once and within a deadline (`runtime.tiers.jobs`), so a promotion
+always ends. Whatever arrived is a hit in the slots then; whatever did not is a miss, and somebody computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from slipring.scheduler.offload.key import OffloadKey
+from slipring.scheduler.offload.slots import Lookup, SlotIndex, StorePlan
+
+Results = Callable[[list[bool]], None]
+
+
+class SlowTier(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def page_seconds(self) -> float:
+        """What a page's load has lately taken, several at once; 0 as long as that is not known."""
+        ...
+
+    def lookup(self, keys: Sequence[OffloadKey], done: Results) -> None: ...
+
+    def load(self, keys: Sequence[OffloadKey], slots: Sequence[int], done: Results) -> None: ...
+
+    def store(self, keys: Sequence[OffloadKey], slots: Sequence[int], done: Results) -> bool: ...
+
+
+@dataclass(slots=True)
+class TierStats:
+    """Keys; these only grow."""
+
+    queries: int = 0
+    hits: int = 0
+    """Of the queries, found in the slots."""
+    promoted: int = 0
+    """Found in a slower tier and brought up."""
+    failed: int = 0
+    """Found, and then not to be had: recomputed."""
+    evicted: int = 0
+    stores_skipped: int = 0
+    """Not stored, because every slot was in use."""
+
+
+class Tiers:
+    def __init__(self, slots: SlotIndex, slow: Sequence[SlowTier] = ()) -> None:
+        self.slots = slots
+        self.stats = TierStats()
+        self.on_arrival: list[Callable[[], None]] = []
+        """Called when a promotion has ended, so that whoever waits may look again."""
+        self.gain: Callable[[int], float] = lambda num_blocks: float("inf")
+        """Seconds that it takes to compute so many blocks anew."""
+        self._slow = list(slow)
+        self._num_promoting = 0
+
+    @property
+    def busy(self) -> bool:
+        """A promotion is under way; `on_arrival` will be called."""
+        return self._num_promoting > 0
+
+    def hit_run(self, keys: Sequence[OffloadKey]) -> tuple[int, bool]:
+        """(how many leading keys can be loaded now, whether the next one is on its way)."""
+        for count, key in enumerate(keys):
+            found = self.slots.lookup(key)
+            if found is not Lookup.HIT:
+                return count, found is Lookup.PENDING
+        return len(keys), False
+
+    def promote(self, keys: Sequence[OffloadKey], done: Callable[[], None]) -> bool:
+        """Begin to bring up what the slots miss of `keys`, a prefix. False: there is nobody to ask; `done` is not
+        called then. Otherwise it is, once."""
+        missing = [key for key in keys if self.slots.lookup(key) is Lookup.MISS]
+        self.stats.queries += len(keys)
+        self.stats.hits += len(keys) - len(missing)
+        if not missing or not self._slow:
+            return False
+        self._num_promoting += 1
+        self._ask(0, missing, done)
+        return True
+
+    def stored(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+        """New content lies in these slots: readable from now on, and handed down to every slower tier."""
+        self.slots.complete_store(keys, slots, success=True)
+        self._hand_down(keys, self._slow)
+
+    # --- promotion: ask one tier after the other --------------------------------------------------------------------
+
+    def _ask(self, at: int, keys: list[OffloadKey], done: Callable[[], None]) -> None:
+        # Others may have brought up some in the meantime, or are about to.
+        keys = [key for key in keys if self.slots.lookup(key) is Lookup.MISS]
+        if at == len(self._slow) or not keys:
+            self._end(done)
+            return
+        tier = self._slow[at]
+        tier.lookup(keys, lambda found: self._fetch(at, keys, found, done))
+
+    def _fetch(self, at: int, keys: list[OffloadKey], found: list[bool], done: Callable[[], None]) -> None:
+        there = [key for key, is_there in zip(keys, found, strict=True) if is_there]
+        if self._slow[at].page_seconds * len(there) > self.gain(len(there)):
+            there = []
+        plan = self._make_room(there)
+        if not plan.keys:
+            self._ask(at + 1, keys, done)
+            return
+        self.stats.evicted += len(plan.evicted)
+
+        def loaded(results: list[bool]) -> None:
+            for key, slot, good in zip(plan.keys, plan.slots, results, strict=True):
+                self.slots.complete_store([key], [slot], success=good)
+            self.stats.promoted += sum(results)
+            self.stats.failed += len(results) - sum(results)
+            good = [(key, slot) for key, slot, is_good in zip(plan.keys, plan.slots, results, strict=True) if is_good]
+            self._hand_down([key for key, _ in good], self._slow[:at])
+            self._ask(at + 1, keys, done)
+
+        self._slow[at].load(plan.keys, plan.slots, loaded)
+
+    def _make_room(self, keys: list[OffloadKey]) -> StorePlan:
+        """Slots for as much of this prefix as there is room for."""
+        while keys:
+            plan = self.slots.prepare_store(keys)
+            if plan is not None:
+                return plan
+            self.stats.stores_skipped += len(keys) - len(keys) // 2
+            keys = keys[: len(keys) // 2]
+        return StorePlan([], [], [])
+
+    def _end(self, done: Callable[[], None]) -> None:
+        self._num_promoting -= 1
+        done()
+        for arrived in self.on_arrival:
+            arrived()
+
+    def _hand_down(self, keys: Sequence[OffloadKey], tiers: Sequence[SlowTier]) -> None:
+        ready = [key for key in keys if self.slots.lookup(key) is Lookup.HIT]
+        for tier in tiers if ready else ():
+            slots = self.slots.prepare_load(ready)
+            if not tier.store(ready, slots, lambda _, slots=slots: self.slots.complete_load(ready, slots)):
+                self.slots.complete_load(ready, slots)

@@ -1,0 +1,294 @@
+"""Tiers around a scheduler and a device that remembers: whatever is loaded, late, lost or in the way, the tokens are
+those of the prompt alone."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from slipring.scheduler.block_pool import BlockPool
+from slipring.scheduler.offload.key import OffloadKey
+from slipring.scheduler.offload.offload import Offload, Transfer, TransferKind
+from slipring.scheduler.offload.policy import POLICIES
+from slipring.scheduler.offload.slots import SlotIndex
+from slipring.scheduler.offload.tiers import Results, Tiers
+from slipring.scheduler.request import OffloadPolicy, Request, TierLimits
+from tests.scheduler.test_scheduler import Harness
+
+VOCAB = 7
+
+
+class SlowStore:
+    """A slow tier: answers when it is told to, and fails as often as it is told to."""
+
+    name = "slow"
+    page_seconds = 0.0
+
+    def __init__(self, slots: np.ndarray, chance: random.Random, failures: float) -> None:
+        self.slots = slots
+        self.pages: dict[OffloadKey, np.ndarray] = {}
+        self.todo: deque[tuple[str, list[OffloadKey], list[int], Results]] = deque()
+        self._chance = chance
+        self._failures = failures
+
+    def _fails(self) -> bool:
+        return self._chance.random() < self._failures
+
+    def lookup(self, keys: Sequence[OffloadKey], done: Results) -> None:
+        self.todo.append(("lookup", list(keys), [], done))
+
+    def load(self, keys: Sequence[OffloadKey], slots: Sequence[int], done: Results) -> None:
+        self.todo.append(("load", list(keys), list(slots), done))
+
+    def store(self, keys: Sequence[OffloadKey], slots: Sequence[int], done: Results) -> bool:
+        if self._fails():
+            return False
+        self.todo.append(("store", list(keys), list(slots), done))
+        return True
+
+    def work(self) -> bool:
+        if not self.todo:
+            return False
+        kind, keys, slots, done = self.todo.popleft()
+        results = []
+        for index, key in enumerate(keys):
+            good = not self._fails() and (kind == "store" or key in self.pages)
+            if good and kind == "load":
+                self.slots[slots[index]] = self.pages[key]
+            elif good and kind == "store":
+                self.pages[key] = self.slots[slots[index]].copy()
+            elif kind == "load":
+                self.slots[slots[index]] = -7
+            results.append(good)
+        done(results)
+        return True
+
+
+class TieredHarness(Harness):
+    def __init__(
+        self,
+        depth: int = 2,
+        *,
+        num_slots: int = 64,
+        policy: str = "lru",
+        slow: bool = False,
+        failures: float = 0.0,
+        seed: int = 0,
+        **overrides: object,
+    ) -> None:
+        self.chance = random.Random(seed)
+        self.failures = failures
+        self._tier_options = (num_slots, policy, slow)
+        super().__init__(depth, **overrides)
+        self.transfers: deque[Transfer] = deque()
+        """Picked up by the worker, not begun."""
+        self.done: deque[tuple[int, bool]] = deque()
+
+    def make_offload(self, pool: BlockPool) -> Offload:
+        num_slots, policy, slow = self._tier_options
+        self.slots = np.full((num_slots, 4, 2), -9, np.int64)
+        self.index = SlotIndex(num_slots, POLICIES[policy](num_slots))
+        self.slow = SlowStore(self.slots, self.chance, self.failures)
+        self.tiers = Tiers(self.index, [self.slow] if slow else [])
+        self.offload = Offload(self.tiers, pool, 4)
+        return self.offload
+
+    def publish(self) -> bool:
+        published = super().publish()
+        # The ring keeps steps and transfers in order; ours are picked up before the steps still unrun only if no
+        # step is, so a load waits for those.
+        for transfer in self.offload.take_transfers():
+            self.pending.append((len(self.unrun) and self.unrun[-1], transfer))
+        return published
+
+    @property
+    def pending(self) -> deque[tuple[int, Transfer]]:
+        return self.__dict__.setdefault("_pending", deque())
+
+    def pick_up(self) -> bool:
+        """Transfers whose earlier steps have run."""
+        moved = False
+        while self.pending and (not self.unrun or self.pending[0][0] < self.unrun[0]):
+            self.transfers.append(self.pending.popleft()[1])
+            moved = True
+        return moved
+
+    def transfer(self) -> bool:
+        if not self.transfers:
+            return False
+        transfer = self.transfers.popleft()
+        kv = self.device.kv.reshape(-1, 4, 2)
+        good = self.chance.random() >= self.failures
+        for block, slot in zip(transfer.blocks, transfer.slots, strict=True):
+            if transfer.kind is TransferKind.STORE:
+                self.slots[slot] = kv[block] if good else -8
+            else:
+                kv[block] = self.slots[slot] if good else -8
+        self.done.append((transfer.transfer_id, good))
+        return True
+
+    def acknowledge(self) -> bool:
+        if not self.done:
+            return False
+        self.offload.complete(*self.done.popleft())
+        return True
+
+    def turn(self) -> bool:
+        return (
+            self.publish()
+            | self.run_device()
+            | self.take_output()
+            | self.pick_up()
+            | self.transfer()
+            | self.acknowledge()
+            | self.slow.work()
+        )
+
+    def run(self, limit: int = 4000) -> None:
+        for _ in range(limit):
+            if not self.turn():
+                assert not self.scheduler.has_work, "work is left and nothing moves"
+                assert not self.offload.busy
+                return
+            self.check()
+        raise AssertionError("does not come to an end")
+
+    def check(self) -> None:
+        self.scheduler.check_integrity()
+        self.index.check_integrity()
+
+    def assert_idle(self) -> None:
+        super().assert_idle()
+        assert self.index.num_pinned == 0
+
+
+TALK = [1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3]
+
+
+def crowd_out(harness: TieredHarness) -> None:
+    """Fill the pool with other prompts."""
+    others = [harness.add([i % VOCAB] * 20, max_tokens=8, seed=i) for i in range(VOCAB)]
+    harness.run()
+    for request in others:
+        harness.assert_right(request)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_prefix_that_the_device_has_lost_comes_back_from_a_tier(depth: int, policy: str, slow: bool) -> None:
+    harness = TieredHarness(depth, policy=policy, slow=slow, num_slots=12 if slow else 64, num_blocks=12)
+    first = harness.add(TALK, max_tokens=8)
+    harness.run()
+    crowd_out(harness)
+    again = harness.add(TALK + harness.output_of[first], max_tokens=4)
+    harness.run()
+    harness.assert_right(again)
+    assert again.num_cached_tokens == 24  # the answer's blocks too, whole and strictly below the end
+    assert harness.offload.stats.loaded_blocks > 0
+    if slow:
+        assert harness.tiers.stats.promoted > 0
+    harness.assert_idle()
+
+
+def test_limits_of_a_request_hold() -> None:
+    harness = TieredHarness(num_blocks=12)
+    harness.add(TALK, max_tokens=8, tier_limits=TierLimits(max_store_tokens=8))
+    harness.run()
+    assert harness.index.num_occupied == 2
+    crowd_out(harness)
+    unwilling = harness.add(TALK, max_tokens=2, tier_limits=TierLimits(max_load_tokens=0))
+    harness.run()
+    assert unwilling.num_cached_tokens == 0 and harness.offload.stats.loaded_blocks == 0
+
+
+def test_a_request_may_be_stored_at_its_end_only() -> None:
+    harness = TieredHarness()
+    harness.add(TALK, max_tokens=8, tier_limits=TierLimits(policy=OffloadPolicy.REQUEST_LEVEL))
+    while harness.scheduler.has_work:
+        assert harness.index.num_occupied == 0
+        harness.turn()
+    harness.run()
+    assert harness.index.num_occupied == 6
+
+
+def test_a_lost_device_leaves_the_slots_usable() -> None:
+    harness = TieredHarness(num_blocks=12)
+    harness.add(TALK, max_tokens=8)
+    harness.run()
+    crowd_out(harness)
+    again = harness.add(TALK, max_tokens=4)
+    while not harness.offload.stats.loaded_blocks and not harness.transfers:
+        harness.turn()
+    harness.offload.lose_device(BlockPool(12))
+    harness.index.check_integrity()
+    assert harness.index.num_pinned == 0 and not harness.offload.busy and not harness.offload.held_blocks()
+    assert again.num_cached_tokens == 0
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    depth=st.integers(1, 3),
+    num_blocks=st.integers(10, 24),
+    num_slots=st.integers(1, 30),
+    policy=st.sampled_from(sorted(POLICIES)),
+    slow=st.booleans(),
+    failures=st.sampled_from([0.0, 0.1, 0.5]),
+    seed=st.integers(0, 1 << 20),
+    data=st.data(),
+)
+def test_anything_in_any_order(
+    depth: int,
+    num_blocks: int,
+    num_slots: int,
+    policy: str,
+    slow: bool,
+    failures: float,
+    seed: int,
+    data: st.DataObject,
+) -> None:
+    harness = TieredHarness(
+        depth,
+        num_slots=num_slots,
+        policy=policy,
+        slow=slow,
+        failures=failures,
+        seed=seed,
+        num_blocks=num_blocks,
+        max_model_len=4 * num_blocks,
+    )
+    chance = harness.chance
+    actions = [
+        harness.publish,
+        harness.run_device,
+        harness.take_output,
+        harness.pick_up,
+        harness.transfer,
+        harness.acknowledge,
+        harness.slow.work,
+    ]
+    requests: list[Request] = []
+    aborted: set[Request] = set()
+    for _ in range(data.draw(st.integers(1, 12))):
+        base = [chance.randrange(2)] * chance.choice([0, 4, 8]) + TALK[: chance.randrange(1, len(TALK))]
+        most = max(1, min(12, 4 * num_blocks - len(base) - 1))
+        requests.append(harness.add(base, max_tokens=chance.randint(1, most), seed=chance.randrange(3)))
+        for _ in range(chance.randrange(30)):
+            chance.choice(actions)()
+            harness.check()
+        if chance.random() < 0.2:
+            victim = chance.choice(requests)
+            if harness.scheduler.abort(victim):
+                aborted.add(victim)
+            harness.check()
+    harness.run()
+    for request in requests:
+        if request not in aborted:
+            harness.assert_right(request)
+    harness.assert_idle()
