@@ -21,6 +21,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     """Empty: no key is asked for."""
+    metrics_names: str = "both"
+    """Whose names /metrics uses: `slipring`, `vllm` or `both`."""
     allowed_origins: tuple[str, ...] = ()
     """Origins whose browsers may call us; `*` is any. Empty: no CORS headers at all."""
     max_body_bytes: int = 8 << 20

@@ -1,111 +1,189 @@
 """GET /metrics: the engine's plain counters and our own request counts, as Prometheus text.
 
-The engine counts in plain integers; only a scrape turns them into Prometheus families. Names are vLLM's, so that its
-dashboards work, plus `slipring_http_requests_total`. Label values come from our own tables, never from clients.
+The engine counts in plain integers; only a scrape turns them into Prometheus families, and into text in a thread.
+Each family is known as `slipring:NAME` and, where vLLM has it too, as `vllm:NAME`, so that its dashboards work;
+`--metrics-names` chooses. Label values come from our own tables and settings, never from clients.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from slipring.http.exchange import ApiResponse
+from slipring.runtime.metrics import REQUEST_BOUNDS, Histogram
 
 if TYPE_CHECKING:
+    from slipring.http.config import ServerConfig
     from slipring.runtime.engine import Engine
-    from slipring.runtime.metrics import Histogram, Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
+_OWN = "slipring:"
+NAMES = {"slipring": (_OWN,), "vllm": ("vllm:",), "both": (_OWN, "vllm:")}
+"""`--metrics-names`, and the prefixes that it stands for. What vLLM has not is ours in any case."""
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"})
+
+
+class Family(NamedTuple):
+    name: str
+    """After the prefix."""
+    text: str
+    field: str
+    """Of `Stats`, or of its `requests`."""
+    in_vllm: bool = True
+
 
 _GAUGES = (
-    ("vllm:num_requests_running", "Completions in the running batch.", "num_running"),
-    ("vllm:num_requests_waiting", "Completions waiting to be scheduled.", "num_waiting"),
-    ("vllm:kv_cache_usage_perc", "Share of KV blocks held by live requests; 1 is all.", "kv_cache_usage"),
-    ("slipring:num_blocks", "KV blocks in the pool.", "num_blocks"),
-    ("slipring:num_free_blocks", "KV blocks that no live request holds.", "num_free_blocks"),
-    ("slipring:num_cached_blocks", "Free KV blocks whose content may still be reused.", "num_cached_blocks"),
+    Family("num_requests_running", "Completions in the running batch.", "num_running"),
+    Family("num_requests_waiting", "Completions waiting to be scheduled.", "num_waiting"),
+    Family("kv_cache_usage_perc", "Share of KV blocks held by live requests; 1 is all.", "kv_cache_usage"),
+    Family("num_blocks", "KV blocks in the pool.", "num_blocks", False),
+    Family("num_free_blocks", "KV blocks that no live request holds.", "num_free_blocks", False),
+    Family("num_cached_blocks", "Free KV blocks whose content may still be reused.", "num_cached_blocks", False),
 )
 _COUNTERS = (
-    ("vllm:prompt_tokens", "Prompt tokens of accepted requests.", "prompt_tokens"),
-    ("vllm:generation_tokens", "Generated tokens.", "generation_tokens"),
-    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_cache_queries"),
-    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
-    ("vllm:num_preemptions", "Requests preempted because KV blocks ran out.", "num_preemptions"),
-    ("slipring:steps", "Steps published to the workers.", "num_steps"),
-    ("slipring:rejected_requests", "Requests refused because the queue was full.", "num_rejected"),
+    Family("prompt_tokens", "Prompt tokens of accepted requests.", "prompt_tokens"),
+    Family("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
+    Family("generation_tokens", "Generated tokens.", "generation_tokens"),
+    Family("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_cache_queries"),
+    Family("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
+    Family("num_preemptions", "Requests preempted because KV blocks ran out.", "num_preemptions"),
+    Family("steps", "Steps published to the workers.", "num_steps", False),
+    Family("rejected_requests", "Requests refused because the queue was full.", "num_rejected", False),
 )
-_HISTOGRAMS = (
-    ("vllm:time_to_first_token_seconds", "From submission to the first token.", "ttft_s"),
-    ("vllm:inter_token_latency_seconds", "Between two tokens of a completion.", "itl_s"),
-    ("vllm:e2e_request_latency_seconds", "From submission to the last token.", "e2e_s"),
+_TOKEN_HISTOGRAMS = (
+    Family("time_to_first_token_seconds", "From submission to the first token.", "ttft_s"),
+    Family("inter_token_latency_seconds", "Between two tokens of a completion.", "itl_s"),
 )
+_REQUEST_HISTOGRAMS = (
+    Family("e2e_request_latency_seconds", "From submission to the last token.", "e2e_s"),
+    Family("request_queue_time_seconds", "From submission to the first step.", "queue_s"),
+    Family("request_prefill_time_seconds", "From the first step to the first token.", "prefill_s"),
+    Family("request_decode_time_seconds", "From the first token to the last.", "decode_s"),
+    Family("request_inference_time_seconds", "From the first step to the last token.", "inference_s"),
+    Family("request_time_per_output_token_seconds", "A completion's mean time for a token after the first.", "tpot_s"),
+    Family("request_prompt_tokens", "Prompt tokens of a request.", "prompt_tokens"),
+    Family("request_generation_tokens", "Generated tokens of a completion.", "generation_tokens"),
+    Family("request_params_max_tokens", "max_tokens of a request, cut to what fits.", "max_tokens"),
+    Family("request_params_n", "Completions asked for by a request.", "n"),
+    Family("request_num_preemptions", "Preemptions of a completion.", "preemptions"),
+)
+_SUCCESS = Family("request_success", "Completions by how they ended.", "finished")
+_SOURCES = Family("prompt_tokens_by_source", "Prompt tokens by where their KV came from.", "")
+_CACHE_CONFIG = Family("cache_config_info", "The KV cache, told by labels; always 1.", "cache_config")
 
 
 class RequestCounter:
-    """HTTP requests by method, route and status."""
+    """HTTP requests by method, route and status, and how long they took by route."""
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str, str]] = Counter()
+        self.seconds: dict[str, Histogram] = {}
 
     def count(self, method: str, route: str, status: int) -> None:
         self.counts[method if method in _METHODS else "other", route, str(status)] += 1
 
+    def observe(self, route: str, seconds: float) -> None:
+        """From the request's head to the answer's last byte, streams included."""
+        if (histogram := self.seconds.get(route)) is None:
+            histogram = self.seconds[route] = Histogram.empty(REQUEST_BOUNDS)
+        histogram.observe(seconds)
 
-def exposition(engine: Engine | None, model_name: str, counter: RequestCounter) -> ApiResponse:
+
+async def exposition(engine: Engine | None, config: ServerConfig, counter: RequestCounter) -> ApiResponse:
     registry = CollectorRegistry()
-    registry.register(_Snapshot(engine, model_name, counter))
-    return ApiResponse(200, generate_latest(registry), {"Content-Type": CONTENT_TYPE})
+    registry.register(_Snapshot(engine, config, counter))
+    ProcessCollector(registry=registry)
+    return ApiResponse(200, await asyncio.to_thread(generate_latest, registry), {"Content-Type": CONTENT_TYPE})
 
 
 class _Snapshot(Collector):
-    def __init__(self, engine: Engine | None, model_name: str, counter: RequestCounter) -> None:
-        self._engine = engine
-        self._labels = {"model_name": model_name, "engine": "0"}
-        self._counter = counter
+    """Everything is read when it is made, on the loop; `collect` only works on the copies."""
+
+    def __init__(self, engine: Engine | None, config: ServerConfig, counter: RequestCounter) -> None:
+        self._prefixes = NAMES[config.metrics_names]
+        self._counts = counter.counts.copy()
+        self._seconds = {route: histogram.copy() for route, histogram in counter.seconds.items()}
+        self._labels = ["model_name", "engine"]
+        self._values = [config.served_model_names[0], "0"]
+        self._stats = None if engine is None else engine.stats()
+
+    def describe(self) -> list[Metric]:
+        return []  # or registering would collect, just to learn the names
 
     def collect(self) -> Iterator[Metric]:
         yield self._requests()
-        if self._engine is not None:
-            yield from self._engine_families(self._engine.stats())
+        yield self._durations()
+        if self._stats is None:
+            return
+        stats = self._stats
+        for family in _GAUGES:
+            yield from self._numbers(GaugeMetricFamily, family, getattr(stats, family.field))
+        for family in _COUNTERS:
+            yield from self._numbers(CounterMetricFamily, family, getattr(stats, family.field))
+        yield from self._by_label(_SUCCESS, "finished_reason", stats.finished)
+        hits = stats.prefix_cache_hits
+        sources = {"local_compute": stats.prefix_cache_queries - hits, "local_cache_hit": hits}
+        yield from self._by_label(_SOURCES, "source", sources)
+        yield from self._info(stats.cache_config)
+        for source, families in ((stats, _TOKEN_HISTOGRAMS), (stats.requests, _REQUEST_HISTOGRAMS)):
+            for family in families:
+                yield from self._histograms(family, getattr(source, family.field))
 
     def _requests(self) -> Metric:
         names = ["method", "route", "status"]
-        family = CounterMetricFamily("slipring_http_requests", "HTTP requests answered.", labels=names)
-        for labels, value in self._counter.counts.items():
-            family.add_metric(labels, value)
-        return family
+        found = CounterMetricFamily("slipring:http_requests", "HTTP requests answered.", labels=names)
+        for labels, value in self._counts.items():
+            found.add_metric(labels, value)
+        return found
 
-    def _engine_families(self, stats: Stats) -> Iterator[Metric]:
-        names, values = list(self._labels), list(self._labels.values())
-        for name, text, field in _GAUGES:
-            gauge = GaugeMetricFamily(name, text, labels=names)
-            gauge.add_metric(values, getattr(stats, field))
-            yield gauge
-        for name, text, field in _COUNTERS:
-            counter = CounterMetricFamily(name, text, labels=names)
-            counter.add_metric(values, getattr(stats, field))
-            yield counter
-        success = CounterMetricFamily(
-            "vllm:request_success", "Completions by how they ended.", labels=[*names, "finished_reason"]
-        )
-        for reason, count in stats.finished.items():
-            success.add_metric([*values, reason], count)
-        yield success
-        for name, text, field in _HISTOGRAMS:
-            yield self._histogram(name, text, getattr(stats, field))
+    def _durations(self) -> Metric:
+        text = "From the request's head to the answer's last byte."
+        found = HistogramMetricFamily("slipring:http_request_duration_seconds", text, labels=["route"])
+        for route, histogram in self._seconds.items():
+            found.add_metric([route], _buckets(histogram), histogram.sum)
+        return found
 
-    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
-        """Prometheus wants running sums; the engine keeps one count per bucket."""
-        total, buckets = 0, []
-        for bound, count in zip([*map(str, histogram.bounds), "+Inf"], histogram.counts, strict=True):
-            total += count
-            buckets.append((bound, total))
-        family = HistogramMetricFamily(name, text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), buckets, histogram.sum)
-        return family
+    def _names(self, family: Family) -> list[str]:
+        prefixes = self._prefixes if family.in_vllm else (_OWN,)
+        return [prefix + family.name for prefix in prefixes]
+
+    def _numbers(self, kind: type[Any], family: Family, value: float) -> Iterator[Metric]:
+        for name in self._names(family):
+            found = kind(name, family.text, labels=self._labels)
+            found.add_metric(self._values, value)
+            yield found
+
+    def _by_label(self, family: Family, label: str, counts: dict[str, int]) -> Iterator[Metric]:
+        for name in self._names(family):
+            found = CounterMetricFamily(name, family.text, labels=[*self._labels, label])
+            for value, count in counts.items():
+                found.add_metric([*self._values, value], count)
+            yield found
+
+    def _info(self, settings: dict[str, str]) -> Iterator[Metric]:
+        for name in self._names(_CACHE_CONFIG):
+            found = GaugeMetricFamily(name, _CACHE_CONFIG.text, labels=[*self._labels, *settings])
+            found.add_metric([*self._values, *settings.values()], 1)
+            yield found
+
+    def _histograms(self, family: Family, histogram: Histogram) -> Iterator[Metric]:
+        for name in self._names(family):
+            found = HistogramMetricFamily(name, family.text, labels=self._labels)
+            found.add_metric(self._values, _buckets(histogram), histogram.sum)
+            yield found
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
+    """Prometheus wants running sums; the engine keeps one count per bucket."""
+    total, buckets = 0, []
+    for bound, count in zip([*map(str, histogram.bounds), "+Inf"], histogram.counts, strict=True):
+        total += count
+        buckets.append((bound, total))
+    return buckets

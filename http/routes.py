@@ -150,7 +150,7 @@ async def _live(api: Api, request: ApiRequest, _: str) -> ApiResponse:
 
 
 async def _metrics(api: Api, request: ApiRequest, _: str) -> ApiResponse:
-    return exposition(api.engine, api.config.served_model_names[0], api.counter)
+    return await exposition(api.engine, api.config, api.counter)
 
 
 async def _version(api: Api, request: ApiRequest, _: str) -> ApiResponse:

@@ -177,6 +177,7 @@ def _own_copy(delta: Delta) -> Delta:
         finish_reason=delta.finish_reason,
         stop_reason=delta.stop_reason,
         num_cached_tokens=delta.num_cached_tokens,
+        timing=delta.timing,
     )
 
 
@@ -189,4 +190,5 @@ def _merge(held: Delta, delta: Delta) -> None:
         cast(list[TokenLogprob], held.logprobs).extend(delta.logprobs)
     held.finish_reason = delta.finish_reason
     held.stop_reason = delta.stop_reason
+    held.timing = delta.timing
     held.num_cached_tokens = max(held.num_cached_tokens, delta.num_cached_tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 
 from slipring.runtime.detokenizer import Detokenizer
-from slipring.runtime.metrics import Metrics
+from slipring.runtime.metrics import Metrics, Timing
 from slipring.runtime.request import Delta, GenerationRequest, Sink, TokenLogprob
 from slipring.scheduler.request import FinishReason, Request
 
@@ -19,15 +19,19 @@ class Completion:
     __slots__ = (
         "_include_stop",
         "_metrics",
+        "_n",
         "_own_stop_ids",
         "_sink",
         "arrival",
         "detokenizer",
         "finished",
+        "first_token_at",
         "index",
         "last_token_at",
+        "num_tokens",
         "request",
         "request_id",
+        "scheduled_at",
         "wants_logprobs",
     )
 
@@ -46,11 +50,13 @@ class Completion:
         self.request = request
         self.detokenizer = detokenizer
         self.arrival = request.arrival
-        self.last_token_at = 0.0
+        self.scheduled_at = self.first_token_at = self.last_token_at = 0.0
+        self.num_tokens = 0
         self.finished = False
         self.wants_logprobs = request.params.logprobs >= 0
         self._include_stop = generation.include_stop_str_in_output
         self._own_stop_ids = request.stop_token_ids - eos_token_ids
+        self._n = generation.n
         self._sink = sink
         self._metrics = metrics
         request.owner = self
@@ -109,8 +115,8 @@ class Completion:
         text += self.detokenizer.finish()
         if self.detokenizer.stopped is not None and error is None:
             reason, stop_reason = FinishReason.STOP, self.detokenizer.stopped
-        self._metrics.finished[reason.value] += 1
-        self._metrics.e2e_s.observe(now - self.arrival)
+        timing = Timing(self.arrival, self.scheduled_at, self.first_token_at, self.last_token_at)
+        self._count_end(reason, timing, now)
         self._emit(
             Delta(
                 index=self.index,
@@ -121,16 +127,29 @@ class Completion:
                 stop_reason=stop_reason,
                 num_cached_tokens=self.request.num_cached_tokens,
                 error=error,
+                timing=timing,
             )
         )
+
+    def _count_end(self, reason: FinishReason, timing: Timing, now: float) -> None:
+        metrics, request = self._metrics, self.request
+        metrics.finished[reason.value] += 1
+        metrics.requests.observe(timing, now, self.num_tokens)
+        metrics.requests.preemptions.observe(request.num_preemptions)
+        if self.index == 0:  # these belong to the request, not to each of its completions
+            metrics.requests.prompt_tokens.observe(request.num_prompt)
+            metrics.requests.max_tokens.observe(request.params.max_tokens)
+            metrics.requests.n.observe(self._n)
 
     def _observe(self, now: float) -> None:
         metrics = self._metrics
         metrics.generation_tokens += 1
+        self.num_tokens += 1
         if self.last_token_at:
             metrics.itl_s.observe(now - self.last_token_at)
         else:
             metrics.ttft_s.observe(now - self.arrival)
+            self.first_token_at = now
         self.last_token_at = now
 
     def _emit(self, delta: Delta) -> None:

@@ -346,8 +346,19 @@ class Engine:
             finished=metrics.finished.copy(),
             ttft_s=metrics.ttft_s.copy(),
             itl_s=metrics.itl_s.copy(),
-            e2e_s=metrics.e2e_s.copy(),
+            requests=metrics.requests.copy(),
+            cache_config=self._cache_config(pool.num_blocks),
         )
+
+    def _cache_config(self, num_blocks: int) -> dict[str, str]:
+        user = self.config.user
+        return {
+            "block_size": str(user.block_size),
+            "num_gpu_blocks": str(num_blocks),
+            "kv_cache_size_tokens": str(num_blocks * user.block_size),
+            "enable_prefix_caching": str(user.enable_prefix_caching),
+            "cache_dtype": self.config.dtype,
+        }
 
     def _check(self, generation: GenerationRequest) -> np.ndarray:
         if generation.request_id in self._live:

@@ -297,8 +297,17 @@ class Replica:
         self._step_bell.ring()
         if self._waiter is not None:
             self._waiter.expect()
-        self._pacer.published(step, time.monotonic())
+        now = time.monotonic()
+        self._pacer.published(step, now)
+        if self.scheduler.admitted:
+            self._note_admissions(now)
         return step
+
+    def _note_admissions(self, now: float) -> None:
+        for request in self.scheduler.admitted:
+            if request.owner is not None:
+                request.owner.scheduled_at = now
+        self.scheduler.admitted.clear()
 
     def _deliver(self, returned: Returned, view: StepOutputView) -> None:
         now = time.monotonic()

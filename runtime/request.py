@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from slipring.runtime.metrics import Timing
 from slipring.shm.grammar import Grammar
 from slipring.shm.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
 from slipring.shm.spec import SamplingDefaults
@@ -27,6 +28,7 @@ __all__ = [
     "SamplingDefaults",
     "SamplingParams",
     "Sink",
+    "Timing",
     "TokenLogprob",
     "check_request",
 ]
@@ -78,6 +80,8 @@ class Delta(msgspec.Struct, kw_only=True):
     """Prompt tokens taken from the prefix cache (valid in the first delta and in the last)."""
     error: str | None = None
     """A sentence for people, with `finish_reason` `error`."""
+    timing: Timing | None = None
+    """In the last delta of a completion."""
 
 
 Sink = Callable[[Delta], None]

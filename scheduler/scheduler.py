@@ -73,6 +73,8 @@ class Scheduler:
         """Most prompt tokens beside decode rows; the loop lowers it to hold an inter-token-latency target."""
         self.frozen = False
         """Nothing is scheduled until this is taken back; what is in flight comes back as ever."""
+        self.admitted: list[Request] = []
+        """Left the line for the first time in the last step that admitted; only the loop knows the time of that."""
         self._prefilling: list[Request] = []
         self._in_flight: deque[Step] = deque()
         self._next_step_id = 0
@@ -223,6 +225,7 @@ class Scheduler:
         return at, total - budget
 
     def _admit_waiting(self, view: StepInputView, at: int, budget: int) -> tuple[int, int]:
+        self.admitted.clear()
         set_aside: list[Request] = []
         while budget > 0 and at < self.config.max_num_seqs and self._has_room_for_row():
             request = self.waiting.peek()
@@ -290,6 +293,8 @@ class Scheduler:
         self.offload.admitted(request)
         self._count_hits(request, len(cached) * self.config.block_size)
         self._prefilling.append(request)
+        if not request.num_preemptions:
+            self.admitted.append(request)
         return True
 
     def _count_hits(self, request: Request, num_cached: int) -> None:

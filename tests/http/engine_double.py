@@ -109,7 +109,8 @@ class EngineDouble:
             num_running=len(self.sinks), num_waiting=0, kv_cache_usage=0.5, num_blocks=10, num_free_blocks=5,
             num_cached_blocks=1, prefix_cache_queries=4, prefix_cache_hits=3, prompt_tokens=7, generation_tokens=9,
             num_preemptions=0, num_steps=2, num_rejected=0, finished=m.finished, ttft_s=m.ttft_s, itl_s=m.itl_s,
-            e2e_s=m.e2e_s,
+            requests=m.requests,
+            cache_config={"block_size": "16"},
         )  # fmt: skip
 
     # What a test does in the engine's place.

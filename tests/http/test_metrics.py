@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from slipring.http.api import Api
 from tests.http.calls import call, make_api
 from tests.http.engine_double import EngineDouble
 
 
-def scrape(api) -> dict[str, list]:
+def scrape(api: Api) -> dict[str, list[Any]]:
     response = call(api, "GET", "/metrics")
     assert response.status == 200 and response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-    families = text_string_to_metric_families(response.body.decode())
-    return {family.name: family.samples for family in families}
+    assert isinstance(response.body, bytes)
+    families = list(text_string_to_metric_families(response.body.decode()))
+    found = {family.name: family.samples for family in families}
+    assert len(found) == len(families), "no family comes twice"
+    return found
 
 
 def test_engine_counters_under_vllms_names() -> None:
@@ -44,7 +51,7 @@ def test_requests_are_counted_by_route_never_by_path() -> None:
     api = make_api()
     for method, path in (("GET", "/health"), ("GET", "/v1/models/a"), ("GET", "/v1/models/b"), ("BREW", "/x" * 99)):
         call(api, method, path)
-    samples = scrape(api)["slipring_http_requests"]
+    samples = scrape(api)["slipring:http_requests"]
     counts = {tuple(s.labels.values()): s.value for s in samples if s.name.endswith("_total")}
     assert counts == {
         ("GET", "/health", "200"): 1, ("GET", "/v1/models/{id}", "404"): 2, ("other", "unmatched", "404"): 1,
@@ -55,3 +62,31 @@ def test_metrics_while_starting() -> None:
     api = make_api()
     api.engine = None
     assert "vllm:num_requests_running" not in scrape(api)
+
+
+VLLM = {
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens", "generation_tokens",
+    "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "request_success", "time_to_first_token_seconds",
+    "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
+    "request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds",
+    "request_time_per_output_token_seconds", "request_prompt_tokens", "request_generation_tokens",
+    "request_params_max_tokens", "request_params_n", "cache_config_info",
+}  # fmt: skip
+"""What a dashboard made for vLLM asks for."""
+
+
+@pytest.mark.parametrize(("names", "present", "absent"), [
+    ("both", {"slipring", "vllm"}, set()), ("vllm", {"vllm"}, {"slipring"}), ("slipring", {"slipring"}, {"vllm"}),
+])  # fmt: skip
+def test_whose_names(names: str, present: set[str], absent: set[str]) -> None:
+    found = set(scrape(make_api(metrics_names=names)))
+    for prefix in present:
+        assert {f"{prefix}:{name}" for name in VLLM} <= found
+    for prefix in absent:
+        assert not {f"{prefix}:{name}" for name in VLLM} & found
+    assert "slipring:num_free_blocks" in found, "what vLLM has not is ours in any case"
+
+
+def test_a_tenth_of_a_millisecond_is_resolved() -> None:
+    for histogram in (EngineDouble().metrics.itl_s, EngineDouble().metrics.ttft_s):
+        assert histogram.bounds[:2] == (0.0001, 0.0002)
