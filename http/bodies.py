@@ -97,6 +97,7 @@ class Message(msgspec.Struct):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChatBody(SamplingBody, kw_only=True):

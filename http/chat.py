@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from slipring.http import conversation
@@ -10,25 +12,36 @@ from slipring.http.choices import ChoicesStyle
 from slipring.http.completions import check_response_format
 from slipring.http.errors import bad_request
 from slipring.http.exchange import ApiRequest, ApiResponse
-from slipring.http.frames import ChatRenderer
+from slipring.http.frames import ChatRenderer, EventRenderer
 from slipring.http.generation import Flights, Plan, Prompt, answer
-from slipring.http.reply import Choice
+from slipring.http.parsed_frames import ParsedChatRenderer, message_fields
+from slipring.http.reply import Choice, Usage
 from slipring.http.sampling import check_logprobs, check_max_tokens, check_min_tokens
 from slipring.http.served import ServedModel
+from slipring.http.tool_grammar import compile_calls
+from slipring.http.tools import ToolUse, check_tools
 
 
 class ChatStyle(ChoicesStyle):
     object_name = "chat.completion"
-    renderer = ChatRenderer
 
-    def choice(self, model: ServedModel, index: int, choice: Choice, plan: Plan) -> dict[str, Any]:
+    def choice(self, model: ServedModel, index: int, choice: Choice, plan: Plan, usage: Usage) -> dict[str, Any]:
+        message, finish_reason = {"content": choice.text}, choice.finish_reason
+        if not plan.output.plain:
+            parser = plan.output.parser()
+            message = message_fields(parser.read(choice), choice.echo)
+            finish_reason = parser.finish_reason(choice.finish_reason)
+            parser.tell_usage(usage, index)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": {"role": "assistant", **message, "refusal": None},
             "logprobs": model.logprobs.chat(choice.logprobs) if plan.logprobs >= 0 else None,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": finish_reason,
             "stop_reason": choice.stop_reason,
         }
+
+    def renderer(self, plan: Plan) -> Callable[..., EventRenderer]:
+        return ChatRenderer if plan.output.plain else partial(ParsedChatRenderer, form=plan.output)
 
 
 _STYLE = ChatStyle()
@@ -52,18 +65,25 @@ async def plan_chat(model: ServedModel, body: ChatBody, size: int) -> Plan:
     max_tokens, logprobs = _max_tokens(body), _logprobs(body)
     check_min_tokens(body, max_tokens)
     check_response_format(body.response_format)
-    token_ids = await encode_prompt(model, body, size)
+    use = check_tools(body)
+    text, token_ids = await _encode(model, body, use, size)
     echo = conversation.prefill(body.messages) if body.echo else ""
-    return Plan(body, [Prompt(token_ids, echo)], "messages", max_tokens, logprobs)
+    output = model.output.form(use, text)
+    grammar = await compile_calls(model.engine, use, output) if use is not None and use.forced else None
+    return Plan(body, [Prompt(token_ids, echo)], "messages", max_tokens, logprobs, output, grammar)
 
 
 async def encode_prompt(model: ServedModel, body: ChatBody, size: int) -> list[int]:
     """The conversation as the model reads it. `size` as for `plan_chat`. Raises ApiError."""
-    tools = conversation.check_tools(body, body.tool_choice)
+    return (await _encode(model, body, check_tools(body), size))[1]
+
+
+async def _encode(model: ServedModel, body: ChatBody, use: ToolUse | None, size: int) -> tuple[str, list[int]]:
+    tools = None if use is None else use.tools
     text = await model.engine.text_work(size, conversation.render, model.engine, body, tools)
     model.check_length(text, "messages")
     # Templates write the special tokens themselves.
-    return await model.engine.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    return text, await model.engine.encode(text, add_special_tokens=bool(body.add_special_tokens))
 
 
 def _max_tokens(body: ChatBody) -> int | None:

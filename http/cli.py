@@ -73,6 +73,7 @@ def _add_serve(commands: Any) -> None:
     )
     _add_http_flags(serve.add_argument_group("HTTP"))
     _add_model_flags(serve.add_argument_group("model"))
+    _add_parser_flags(serve.add_argument_group("tools and reasoning"))
     _add_memory_flags(serve.add_argument_group("KV cache"))
     _add_scheduling_flags(serve.add_argument_group("scheduling"))
     # For tests and for debugging; --help need not explain them.
@@ -135,6 +136,25 @@ def _add_model_flags(group: Any) -> None:
     )
     group.add_argument("--seed", type=int, default=0, help="for requests without one; 0: random (default: 0)")
     group.add_argument("--cpu-threads", type=int, metavar="N", help="threads of a CPU worker (default: all CPUs)")
+
+
+def _add_parser_flags(group: Any) -> None:
+    group.add_argument(
+        "--tool-call-parser",
+        type=_tool_call_parser,
+        default="auto",
+        metavar="NAME",
+        help="how the model writes tool calls: auto (by its chat template), none, hermes, llama3_json, mistral, ...",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        type=_reasoning_parser,
+        default="auto",
+        metavar="NAME",
+        help="how it shows its reasoning: auto (by its chat template), none, think, deepseek_r1, mistral, ...",
+    )
+    # vLLM wants to be told; here tools work anyway.
+    group.add_argument("--enable-auto-tool-choice", action="store_true", help=argparse.SUPPRESS)
 
 
 def _add_memory_flags(group: Any) -> None:
@@ -205,6 +225,8 @@ def _serve(args: argparse.Namespace) -> int:
         api_keys=tuple(args.api_key),
         allowed_origins=tuple(origin for origins in args.allowed_origins for origin in origins),
         shutdown_timeout_s=args.shutdown_timeout,
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
     )
     return run(engine_config, server_config)
 
@@ -239,6 +261,24 @@ def _not_empty(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("must not be empty")
     return text
+
+
+def _tool_call_parser(text: str) -> str:
+    from slipring.http.tool_formats import ALIASES, FORMATS
+
+    return _parser_name(text, (*FORMATS, *ALIASES))
+
+
+def _reasoning_parser(text: str) -> str:
+    from slipring.http.reasoning import ALIASES, FORMATS
+
+    return _parser_name(text, (*FORMATS, *ALIASES))
+
+
+def _parser_name(text: str, known: tuple[str, ...]) -> str:
+    if text in ("auto", "none", *known):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is none of auto, none, {', '.join(sorted(known))}")
 
 
 def _key(text: str) -> str:

@@ -12,7 +12,7 @@ from slipring.http.exchange import ApiRequest, ApiResponse
 from slipring.http.frames import CompletionRenderer
 from slipring.http.generation import Flights, Plan, Prompt, answer
 from slipring.http.logprobs import TextOffset
-from slipring.http.reply import Choice
+from slipring.http.reply import Choice, Usage
 from slipring.http.sampling import check_logprobs, check_max_tokens, check_min_tokens, is_set
 from slipring.http.served import ServedModel
 
@@ -22,9 +22,8 @@ DEFAULT_MAX_TOKENS = 16
 
 class CompletionStyle(ChoicesStyle):
     object_name = "text_completion"
-    renderer = CompletionRenderer
 
-    def choice(self, model: ServedModel, index: int, choice: Choice, plan: Plan) -> dict[str, Any]:
+    def choice(self, model: ServedModel, index: int, choice: Choice, plan: Plan, usage: Usage) -> dict[str, Any]:
         logprobs = None
         if plan.logprobs >= 0:
             offset = TextOffset(len(plan.prompts[index // plan.n].echo))
@@ -36,6 +35,9 @@ class CompletionStyle(ChoicesStyle):
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
+
+    def renderer(self, plan: Plan) -> type[CompletionRenderer]:
+        return CompletionRenderer
 
 
 _STYLE = CompletionStyle()

@@ -27,6 +27,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Origins whose browsers may call us; `*` is any. Empty: no CORS headers at all."""
     max_body_bytes: int = 8 << 20
     """Many times what the longest context needs; decoding it takes well under a second."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls (`tool_formats.py`); `none`: its calls are content."""
+    reasoning_parser: str = "auto"
+    """How it shows its reasoning (`reasoning.py`); `none`: that is content."""
     keep_alive_timeout_s: float = 75.0
     write_buffer_bytes: int = 256 << 10
     """A stream whose client leaves more than this unread is congested: pieces are merged until it reads on."""

@@ -5,6 +5,7 @@ Rules where clients differ:
   assistant             content may be null or absent; two in a row are passed on as they are
   tool call arguments   that hold a JSON object reach the template as that object, anything else as text; "" is {}
   images, audio, files  are refused before anything would be fetched
+  function              OpenAI's former role, is `tool`
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import orjson
 from slipring.http.bodies import ChatBody, ContentPart, Message, TokenizeBody, ToolCall
 from slipring.http.errors import bad_request
 from slipring.http.ranges import ROLES
+from slipring.http.tool_prompt import say_calls, say_tools
 from slipring.runtime.chat_template import RESERVED, TemplateError
 
 if TYPE_CHECKING:
@@ -28,6 +30,10 @@ def render(engine: Engine, body: ChatBody | TokenizeBody, tools: list[dict[str, 
     template = engine.chat_template
     if template is None:
         raise bad_request("This model has no chat template; use /v1/completions.", "messages", "no_chat_template")
+    if not template.takes_calls:
+        messages = say_calls(messages)
+    if tools and not template.takes_tools:
+        messages, tools = say_tools(messages, tools), None
     continue_final = bool(body.continue_final_message)
     kwargs = _template_kwargs(body)
     _check_ending(body, messages)
@@ -49,24 +55,6 @@ def prefill(messages: list[Message]) -> str:
     """Content of a final assistant message, which `echo` puts before what is generated; else nothing."""
     last = messages[-1]
     return _content(last, len(messages) - 1) if last.role == "assistant" else ""
-
-
-def check_tools(body: ChatBody, tool_choice: str | dict[str, Any] | None) -> list[dict[str, Any]] | None:
-    """The tools that the template is shown."""
-    if isinstance(tool_choice, dict) or tool_choice == "required":
-        raise bad_request(
-            'Only `tool_choice` "none" and "auto" are supported yet.', "tool_choice", "unsupported_parameter"
-        )
-    if tool_choice not in (None, "none", "auto"):
-        raise bad_request('`tool_choice` must be "none", "auto", "required" or a named function.', "tool_choice")
-    for i, tool in enumerate(body.tools or []):
-        function = tool.get("function")
-        if not (isinstance(function, dict) and isinstance(function.get("name"), str) and function["name"]):
-            raise bad_request(
-                f'`tools[{i}]` must be {{"type": "function", "function": {{"name": ..., "parameters": ...}}}}.',
-                f"tools[{i}].function.name",
-            )
-    return None if tool_choice == "none" else body.tools
 
 
 def _template_kwargs(body: ChatBody | TokenizeBody) -> dict[str, Any]:
@@ -105,15 +93,23 @@ def _message(message: Message, index: int) -> dict[str, Any]:
             f"`messages[{index}].role` must be one of {', '.join(ROLES)}; got {message.role[:40]!r}.",
             f"messages[{index}].role",
         )
-    rendered: dict[str, Any] = {"role": message.role, "content": _content(message, index)}
+    role = "tool" if message.role == "function" else message.role
+    rendered: dict[str, Any] = {"role": role, "content": _content(message, index)}
     if message.tool_calls:
+        _check_role(message, index)
         rendered["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
         if message.content is None:
             del rendered["content"]  # absent rather than empty: the template decides what it prints
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
         if (value := getattr(message, name)) is not None:
             rendered[name] = value
     return rendered
+
+
+def _check_role(message: Message, index: int) -> None:
+    if message.role != "assistant":
+        where = f"messages[{index}].tool_calls"
+        raise bad_request(f"`{where}` belongs to messages with role `assistant`.", where)
 
 
 def _content(message: Message, index: int) -> str:

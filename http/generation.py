@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from slipring.http.bodies import SamplingBody
 from slipring.http.errors import from_engine
 from slipring.http.exchange import ApiResponse
+from slipring.http.output_form import PLAIN, OutputForm
 from slipring.http.reply import Choice, Collector, ReplyHead, Usage
 from slipring.http.sampling import stop_strings
 from slipring.http.served import ServedModel
 from slipring.http.stream import FrameStream, Renderer
+from slipring.runtime.grammar import Grammar
 from slipring.runtime.request import Delta, EngineError, GenerationRequest
 
 
@@ -41,6 +43,10 @@ class Plan:
     max_tokens: int | None
     """None: the rest of the context. 0: nothing is generated (echo only)."""
     logprobs: int
+    output: OutputForm = PLAIN
+    """How the answers are taken apart."""
+    grammar: Grammar | None = None
+    """What they must match."""
 
     @property
     def n(self) -> int:
@@ -170,7 +176,14 @@ def _requests(model: ServedModel, plan: Plan, reply_id: str) -> Iterable[Generat
             n=plan.n,
             stop=stop_strings(body),
             include_stop_str_in_output=bool(body.include_stop_str_in_output),
-            skip_special_tokens=body.skip_special_tokens is not False,
+            skip_special_tokens=_skips_special_tokens(plan),
             cache_salt=body.cache_salt,
             priority=body.priority or 0,
+            grammar=plan.grammar,
         )
+
+
+def _skips_special_tokens(plan: Plan) -> bool:
+    if plan.body.skip_special_tokens is None:
+        return not plan.output.needs_special_tokens
+    return plan.body.skip_special_tokens

@@ -78,6 +78,11 @@ class ToolFormat(Protocol):
     def name(self) -> str: ...
 
     @property
+    def special(self) -> bool:
+        """Its markers are special tokens, which are left out of text unless asked for."""
+        ...
+
+    @property
     def markers(self) -> tuple[str, ...]:
         """Texts that begin calls wherever they stand in the content."""
         ...
@@ -267,6 +272,10 @@ class OutputParser:
         self._reasoning = reasoning
         self.in_reasoning = in_reasoning and reasoning is not None
         """What came last belongs to the reasoning."""
+        self.reasoned = self.in_reasoning
+        """There is, or was, reasoning."""
+        self.undecided = True
+        """What comes next may be reasoning."""
         self._reader = self._read()
         self._ended = False
         self._advance()
@@ -299,6 +308,7 @@ class OutputParser:
     def _read(self) -> Reader[None]:
         if self._reasoning is not None:
             yield from self._read_reasoning(self._reasoning)
+        self.undecided = self.in_reasoning
         if self._tools is None:
             yield from self._read_plain()
         else:
@@ -314,7 +324,7 @@ class OutputParser:
         if not (begins or self.in_reasoning):
             return out.content(source.take_back())
         source.unmark()
-        self.in_reasoning = True
+        self.in_reasoning = self.reasoned = True
         ends = Markers((form.end,))
         out.border()
         while True:

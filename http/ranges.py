@@ -55,7 +55,7 @@ RANGES = {
 }
 """By field, in whatever body it stands."""
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 KEYWORDS: dict[tuple[str, str], dict[str, Any]] = {
     ("ChatBody", "messages"): {"minItems": 1},

@@ -34,6 +34,7 @@ class Usage:
         self.num_generated = 0
         self._per_prompt = choices_per_prompt
         self._cached = [0] * len(prompt_lengths)
+        self._reasoning: dict[int, int] = {}
 
     def add(self, delta: Delta) -> None:
         self.num_generated += len(delta.token_ids)
@@ -46,26 +47,40 @@ class Usage:
     def num_cached(self) -> int:
         return sum(self._cached)
 
+    def set_reasoning(self, index: int, num_tokens: int) -> None:
+        """So many of a choice's tokens are reasoning."""
+        self._reasoning[index] = num_tokens
+
     def fields(self) -> dict[str, Any]:
-        return {
+        fields = {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": self.num_generated,
             "total_tokens": self.num_prompt + self.num_generated,
             "prompt_tokens_details": {"cached_tokens": self.num_cached},
         }
+        if self._reasoning:
+            fields["completion_tokens_details"] = {"reasoning_tokens": sum(self._reasoning.values())}
+        return fields
 
 
 @dataclass(slots=True)
 class Choice:
     """One finished completion."""
 
+    echo: str = ""
+    """Text that comes before what was generated."""
     pieces: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
     @property
     def text(self) -> str:
+        return self.echo + self.generated
+
+    @property
+    def generated(self) -> str:
         return "".join(self.pieces)
 
 
@@ -73,7 +88,7 @@ class Collector:
     """Gathers the deltas of an answer that is sent at once."""
 
     def __init__(self, echo: list[str], usage: Usage) -> None:
-        self.choices = [Choice(pieces=[text]) for text in echo]
+        self.choices = [Choice(echo=text) for text in echo]
         self.usage = usage
         self.on_end: Callable[[], object] | None = None
         self._num_open = len(echo)
@@ -89,6 +104,7 @@ class Collector:
         self.usage.add(delta)
         choice = self.choices[delta.index]
         choice.pieces.append(delta.text)
+        choice.token_ids.extend(delta.token_ids)
         choice.logprobs.extend(delta.logprobs or ())
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason

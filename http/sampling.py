@@ -36,7 +36,7 @@ _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _UNSUPPORTED = (
     "prompt_logprobs", "bad_words", "allowed_token_ids", "structured_outputs", "guided_json", "guided_regex",
     "guided_choice", "guided_grammar", "truncate_prompt_tokens", "use_beam_search", "return_token_ids",
-    "return_tokens_as_token_ids", "prompt_embeds", "functions", "function_call",
+    "return_tokens_as_token_ids", "prompt_embeds",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from slipring.http.config import ServerConfig
 from slipring.http.errors import ApiError, bad_request, from_engine
 from slipring.http.logprobs import LogprobWriter
+from slipring.http.output_form import OutputRules
 from slipring.http.reply import ReplyHead
 from slipring.http.sampling import SamplingRules
 from slipring.runtime.request import EngineError
@@ -28,6 +29,7 @@ class ServedModel:
         self.created = int(time.time())
         self.rules = SamplingRules(engine)
         self.logprobs = LogprobWriter(engine)
+        self.output = OutputRules(engine, config.tool_call_parser, config.reasoning_parser)
         identity = f"{engine.spec.name} {engine.spec.path} {engine.spec.dtype}"
         self.fingerprint = f"slipring-{VERSION}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
         self._serial = count()

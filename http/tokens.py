@@ -7,6 +7,7 @@ from slipring.http.bodies import DetokenizeBody, TokenizeBody, decode
 from slipring.http.errors import bad_request
 from slipring.http.exchange import ApiRequest, ApiResponse
 from slipring.http.served import ServedModel
+from slipring.http.tools import check_definitions
 
 
 async def tokenize(model: ServedModel, request: ApiRequest) -> ApiResponse:
@@ -18,6 +19,7 @@ async def tokenize(model: ServedModel, request: ApiRequest) -> ApiResponse:
     if body.prompt is not None:
         text, add_special = body.prompt, body.add_special_tokens is not False
     else:
+        check_definitions(body.tools or [])
         text = await model.engine.text_work(len(data), conversation.render, model.engine, body, body.tools)
         add_special = bool(body.add_special_tokens)
     model.check_length(text, "prompt" if body.messages is None else "messages")

@@ -77,3 +77,8 @@ def detect_tool_format(template: str | None) -> ToolFormat:
 def tool_format(name: str) -> ToolFormat | None:
     """By the name that --tool-call-parser takes."""
     return FORMATS.get(ALIASES.get(name, name))
+
+
+def forcible(form: ToolFormat | None) -> JsonCalls:
+    """The format in which calls are forced: the model's own where that is JSON in plain text, else plain JSON."""
+    return form if isinstance(form, JsonCalls) else JSON

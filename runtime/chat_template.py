@@ -107,8 +107,20 @@ class ChatTemplate:
         except (jinja2.TemplateSyntaxError, RecursionError, TypeError) as error:
             where = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise ModelError(f"the chat template does not compile: {error}{where}") from None
+        self.source = self._tools[0]
+        """The text of the template, of the one for tools where there are two."""
         tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self._tokens = {name: text for name, text in tokens.items() if text is not None}
+
+    @property
+    def takes_tools(self) -> bool:
+        """The template prints descriptions of tools."""
+        return "tools" in self.source
+
+    @property
+    def takes_calls(self) -> bool:
+        """The template prints tool calls, and knows the role of their results."""
+        return "tool_calls" in self.source
 
     def render(
         self,

@@ -36,6 +36,9 @@ class ByteTokenizer:
     def decode(self, ids, skip_special_tokens: bool = True, continuation: bool = False) -> str:
         return bytes(i for i in ids if i < 256).decode("utf-8", "replace")
 
+    def token_id(self, text: str) -> int | None:
+        return text.encode()[0] if len(text.encode()) == 1 else None
+
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id])
 

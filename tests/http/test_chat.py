@@ -101,7 +101,7 @@ def test_model_names() -> None:
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tool_choice": "maybe"}, "tool_choice"),
-        ({"tools": [{"type": "function"}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
