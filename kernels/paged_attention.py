@@ -7,7 +7,8 @@ indices, masks, groups) is computed once for a step and held in the plan.
 Reading positions that do not belong to a row is harmless only while they are finite (0 x NaN is NaN), so padding
 repeats the row's own first block, and whoever enters a block clears it first (`workers/kv_cache.py`).
 
-    decode    q [B, KVH, G, D]  : the query heads of one KV head are the query length, so KV is never repeated
+    decode    q [B, KVH, W * G, D]  : the query heads of one KV head, for each of a row's W tokens (its last one and
+                                      drafts), are the query length, so KV is never repeated
     chunk     q [KVH, G, n, D]  : KV heads are the batch, and k, v are expanded over G with stride 0
 """
 
@@ -27,10 +28,12 @@ class DecodeGroup:
     begin: int
     end: int
     """Tokens [begin, end) of the batch."""
+    width: int
+    """Tokens of each row, consecutive positions that end its context."""
     blocks: Tensor
-    """[(end - begin) * num_blocks] int64: each row's blocks, padded with its first."""
+    """[B * num_blocks] int64: each row's blocks, padded with its first."""
     mask: Tensor | None
-    """[B, 1, 1, L] additive, compute dtype; None when every row fills all L positions."""
+    """[B, 1, W * G or 1, L] additive, compute dtype; None when every token sees all L positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +67,18 @@ def chunk_mask(start: int, num_tokens: int, dtype: torch.dtype) -> Tensor:
     return full.triu_(start + 1)
 
 
-def length_mask(lengths: Tensor, padded: int, dtype: torch.dtype) -> Tensor | None:
-    """lengths [B] -> [B, 1, 1, padded]: 0 below each row's length, else -inf; None when nothing is masked."""
-    outside = torch.arange(padded) >= lengths[:, None]
+def decode_mask(seen: Tensor, padded: int, group_heads: int, dtype: torch.dtype) -> Tensor | None:
+    """seen [B, W], how many positions each token of a row sees -> [B, 1, W * G, padded] ([B, 1, 1, padded] for W = 1).
+
+    0 below what is seen, else -inf; None when nothing is masked.
+    """
+    outside = torch.arange(padded) >= seen[:, :, None]
     if not outside.any():
         return None
     mask = torch.zeros(outside.shape, dtype=dtype).masked_fill_(outside, float("-inf"))
-    return mask[:, None, None, :]
+    if seen.shape[1] > 1:
+        mask = mask.repeat_interleave(group_heads, 1)
+    return mask[:, None]
 
 
 def paged_attention_ref(
@@ -99,12 +107,19 @@ def paged_attention(
 
 
 def _decode(grouped: Tensor, key_pool: Tensor, value_pool: Tensor, group: DecodeGroup, scale: float) -> Tensor:
-    batch = group.end - group.begin
+    _, num_kv_heads, group_heads, head_dim = grouped.shape
+    batch, width = (group.end - group.begin) // group.width, group.width
     shape = (batch, -1, *key_pool.shape[2:])
     k = key_pool.index_select(0, group.blocks).view(shape).transpose(1, 2)
     v = value_pool.index_select(0, group.blocks).view(shape).transpose(1, 2)
     q = grouped[group.begin : group.end]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
+    if width == 1:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
+    q = q.view(batch, width, num_kv_heads, group_heads, head_dim).transpose(1, 2)
+    q = q.reshape(batch, num_kv_heads, width * group_heads, head_dim)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, scale=scale)
+    out = out.view(batch, num_kv_heads, width, group_heads, head_dim).transpose(1, 2)
+    return out.reshape(batch * width, num_kv_heads, group_heads, head_dim)
 
 
 def _chunk(

@@ -311,25 +311,25 @@ class Replica:
 
     def _deliver(self, returned: Returned, view: StepOutputView) -> None:
         now = time.monotonic()
-        ends = {id(request): (reason, token) for request, reason, token in returned.finished}
-        for request, token, entry in zip(returned.requests, returned.tokens, returned.entries, strict=True):
+        ends, drawn = returned.finished, zip(returned.requests, returned.tokens, returned.places, strict=True)
+        for index, (request, token, place) in enumerate(drawn):
             completion: Completion | None = request.owner
-            if completion is None:
-                continue  # a sink of this very step has aborted it
-            reason, stop_token = ends.get(id(request), (None, None)) if ends else (None, None)
+            if completion is None or completion.finished:
+                continue  # a sink of this very step has aborted it, or a stop string in it has ended it
+            reason, stop_token = ends.get(index, (None, None)) if ends else (None, None)
             if reason is FinishReason.ERROR:
                 completion.finish(reason, now, error="the model's output was not finite for this request")
                 continue
-            logprobs = (self._logprob(view, entry, token, request),) if completion.wants_logprobs else None
+            logprobs = (self._logprob(view, place, token, request),) if completion.wants_logprobs else None
             if completion.push(token, logprobs, reason, stop_token, now):
                 self.scheduler.abort(request)
         self._size_chunks()
 
-    def _logprob(self, view: StepOutputView, entry: int, token: int, request: Request) -> TokenLogprob:
+    def _logprob(self, view: StepOutputView, place: int, token: int, request: Request) -> TokenLogprob:
         count = request.params.logprobs
-        ids, values = view.top_ids[entry, :count].tolist(), view.top_logprobs[entry, :count].tolist()
+        ids, values = view.top_ids[place, :count].tolist(), view.top_logprobs[place, :count].tolist()
         top = tuple(zip(ids, values, strict=True))
-        return TokenLogprob(token, float(view.logprob[entry]), int(view.rank[entry]), top)
+        return TokenLogprob(token, float(view.logprob[place]), int(view.rank[place]), top)
 
     def _size_chunks(self) -> None:
         scheduler = self.scheduler

@@ -19,6 +19,9 @@ class SchedulerConfig:
     """Rows of the batch table: max_num_seqs plus headroom for rows in quarantine."""
     max_model_len: int
     max_draft: int = 0
+    """Most drafts of a row in one step; 0: no speculation."""
+    draft_widths: tuple[int, ...] = ()
+    """[max_num_seqs + 1]: drafts of a row by the number of decode rows; empty: `max_draft` for any number."""
     enable_prefix_caching: bool = True
     policy: str = "fcfs"
     """`fcfs` or `priority`."""
@@ -28,6 +31,8 @@ class SchedulerConfig:
     """Most prompt tokens in a step that also decodes, so that decode rows never stall for long."""
 
     def __post_init__(self) -> None:
+        if not self.draft_widths:
+            object.__setattr__(self, "draft_widths", (self.max_draft,) * (self.max_num_seqs + 1))
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
         if self.block_size < 1 or self.block_size & (self.block_size - 1):

@@ -65,6 +65,7 @@ class LiveRows:
         table.block_table[row, len(cached) : num_blocks] = fresh
         table.num_prompt[row] = request.num_prompt
         table.num_known[row] = num_known
+        table.limit[row] = request.limit
         table.num_blocks[row] = num_blocks
         self.num_tokens[row] = num_known
         self.num_computed[row] = self.num_scheduled[row] = len(cached) * self._block_size
@@ -109,6 +110,12 @@ class LiveRows:
         at += 1
         self.num_tokens[rows] = at
         return at
+
+    def append_runs(self, rows: Int32Array, tokens: Int32Array, counts: Int32Array) -> None:
+        """The first `counts[i]` of `tokens[i]` more for each row."""
+        for place in range(int(counts.max(initial=0))):
+            at = counts > place
+            self.append_tokens(rows[at], tokens[at, place])
 
     def advance_computed(self, rows: Int32Array, computed: Int32Array) -> None:
         self.num_computed[rows] = computed

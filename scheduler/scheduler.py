@@ -28,6 +28,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from slipring.scheduler.accepted_runs import AcceptedRuns
 from slipring.scheduler.block_pool import BlockPool
 from slipring.scheduler.config import SchedulerConfig
 from slipring.scheduler.decode_rows import NEVER, DecodeRows, PendingAppends
@@ -41,10 +42,13 @@ from slipring.shm.table import BatchTable
 from slipring.shm.wire import StepFlag, StepInputView, StepOutputView
 
 _LOOK_AHEAD = 8
-"""A decode row gets its next block at most so many steps before it needs it."""
+"""A decode row gets its next block at most so many positions, and two steps' drafts, before it needs it."""
 _LOOK_EVERY = 4
-"""`settle` looks for such rows when somebody may need a block within so many steps; more than the pipeline's depth."""
+"""`settle` looks for such rows when somebody may need a block within so many positions, and two steps' drafts; more
+than the pipeline's depth."""
 _DECODE_FLAGS = int(StepFlag.SAMPLE | StepFlag.LAST_TOKEN)
+_DRAFT_SHARE = 0.5
+"""Of a step's tokens, what decode rows and their drafts may take where prompts want their share."""
 
 
 _Entries = NDArray[np.intp] | slice
@@ -80,6 +84,10 @@ class Scheduler:
         self._next_step_id = 0
         self._pending = PendingAppends(config.max_num_seqs)
         self._live = LiveRows(config, table, self.pool, vocab_size, self.offload)
+        self._look_ahead = _LOOK_AHEAD + 2 * config.max_draft
+        self._look_every = _LOOK_EVERY + 2 * config.max_draft
+        self._runs = AcceptedRuns(self._live, self.decode, self.counters, config.max_draft)
+        self._decode_flags = _DECODE_FLAGS | (int(StepFlag.UPPER_BOUND) if config.max_draft else 0)
 
     # --- requests come and go -------------------------------------------------------------------------------
 
@@ -128,45 +136,63 @@ class Scheduler:
         if decode.done_in <= 0:
             for row in decode.done_rows():
                 decode.remove(row)
+        num_draft = self._num_draft() if self.config.max_draft else 0
         num_appends = self._pending.drain(view) if self._pending.count else 0
-        if decode.grow_in <= 0:
-            num_appends = self._grow(view, num_appends)
+        while decode.grow_in <= num_draft:
+            num_appends = self._grow(view, num_appends, num_draft)
         num = decode.num
         view.rows[:num] = decode.row[:num]
         view.generation[:num] = decode.generation[:num]
         view.start[:num] = decode.start[:num]
-        view.num_tokens[:num] = 1
-        view.flags[:num] = _DECODE_FLAGS
-        decode.advance()
-        num_rows, num_chunk_tokens = num, 0
+        view.num_tokens[:num] = 1 + num_draft
+        view.num_draft[:num] = num_draft
+        view.flags[:num] = self._decode_flags
+        decode.advance(num_draft)
+        num_rows, num_chunk_tokens, num_tokens = num, 0, num * (1 + num_draft)
         if self._prefilling or len(self.waiting):
             may_admit = self.counters.num_preemptions == preemptions
-            num_rows, num_chunk_tokens = self._schedule_chunks(view, num, may_admit)
+            num_rows, num_chunk_tokens = self._schedule_chunks(view, num, num_tokens, may_admit)
         if num_rows == 0:
             return None
-        return self._seal(view, num_rows, num, num_appends, num_chunk_tokens)
+        return self._seal(view, num_rows, num, num_appends, num_tokens, num_chunk_tokens)
 
-    def _seal(self, view: StepInputView, num_rows: int, num_decode: int, num_appends: int, chunk: int) -> Step:
+    def _num_draft(self) -> int:
+        """Drafts that each decode row of this step may hold: as many as their number allows, and room and blocks."""
+        num, config = self.decode.num, self.config
+        if num == 0:
+            return 0
+        room = config.max_num_batched_tokens
+        if self._prefilling or len(self.waiting):
+            room = int(room * _DRAFT_SHARE)
+        num_draft = max(0, min(config.draft_widths[num], room // num - 1))
+        # Never preempt for drafts, nor take what an admission is waiting for.
+        most_blocks = num * -(-(1 + num_draft) // config.block_size)
+        return num_draft if self.pool.num_free >= most_blocks else 0
+
+    def _seal(
+        self, view: StepInputView, num_rows: int, num_decode: int, num_appends: int, decode: int, chunk: int
+    ) -> Step:
         header = view.header
         header[StepInputView.NUM_ROWS] = num_rows
         header[StepInputView.NUM_DECODE] = num_decode
         header[StepInputView.NUM_APPENDS] = num_appends
-        header[StepInputView.NUM_TOKENS] = num_decode + chunk
+        header[StepInputView.NUM_TOKENS] = decode + chunk
         step = Step(self._next_step_id, view, num_rows, num_decode, chunk)
         self._next_step_id += 1
         self._in_flight.append(step)
         self.counters.num_steps += 1
         return step
 
-    def _grow(self, view: StepInputView, at: int) -> int:
+    def _grow(self, view: StepInputView, at: int, num_draft: int) -> int:
         """Give a block to every decode row that needs one now, which `settle` could not give it before.
 
+        With drafts a row may need several: then its countdown stays due, and the caller comes again.
         Preempts when the pool is empty. Writes its appends from entry `at` on; returns how many there are then.
         """
         decode = self.decode
         while True:
             left = decode.grow_at[: decode.num] - decode.start[: decode.num]
-            due = (left <= 0).nonzero()[0]
+            due = (left <= num_draft).nonzero()[0]
             blocks = self.pool.pop(due.size)
             if blocks is not None:
                 break
@@ -175,8 +201,11 @@ class Scheduler:
             # An append of the victim may stand in `view` already. It can do no harm: a step that preempts admits
             # nobody, so the row is nobody's when the worker reads it.
             self._preempt(self._victim())
-        decode.grow_in = 1
+        decode.grow_in = 1 + num_draft
         rows, index = self._give(due, blocks)
+        if num_draft >= self.config.block_size:
+            left = decode.grow_at[: decode.num] - decode.start[: decode.num]
+            decode.grow_in = min(decode.grow_in, int(left.min(initial=NEVER)))
         end = at + due.size
         view.append_rows[at:end] = rows
         view.append_index[at:end] = index
@@ -187,12 +216,12 @@ class Scheduler:
         """Give blocks to decode rows that will need one within a few steps, while nobody waits for the scheduler."""
         decode = self.decode
         left = decode.grow_at[: decode.num] - decode.start[: decode.num]
-        due = (left < _LOOK_AHEAD).nonzero()[0]
+        due = (left < self._look_ahead).nonzero()[0]
         blocks = self.pool.pop(due.size)
         if blocks is None:
             return  # `_grow` will give what is needed when it is needed, to those who need it most
         # Whoever got none can go on for so long, and whoever got one has a whole block.
-        decode.grow_in = min(_LOOK_AHEAD, self.config.block_size)
+        decode.grow_in = min(self._look_ahead, self.config.block_size)
         self._pending.add(*self._give(due, blocks), blocks)
 
     def _give(self, due: NDArray[np.intp], blocks: Int32Array) -> tuple[Int32Array, Int32Array]:
@@ -206,12 +235,12 @@ class Scheduler:
 
     # --- prompts: chunks and admissions ---------------------------------------------------------------------
 
-    def _schedule_chunks(self, view: StepInputView, at: int, may_admit: bool) -> tuple[int, int]:
-        """Write chunks from entry `at` on; returns (entries now, prompt tokens).
+    def _schedule_chunks(self, view: StepInputView, at: int, num_tokens: int, may_admit: bool) -> tuple[int, int]:
+        """Write chunks from entry `at` on, beside `num_tokens` of decode; returns (entries now, prompt tokens).
 
         A step that preempted admits nobody (`may_admit`), or it would take back what it has just given up.
         """
-        budget = self.config.max_num_batched_tokens - at
+        budget = self.config.max_num_batched_tokens - num_tokens
         if at:
             budget = min(budget, max(1, self.mixed_chunk))
         total = budget
@@ -318,6 +347,7 @@ class Scheduler:
         view.generation[at] = self.table.generation[row]
         view.start[at] = start
         view.num_tokens[at] = count
+        view.num_draft[at] = 0
         view.flags[at] = flags
         live.num_scheduled[row] = start + count
         return count
@@ -362,6 +392,10 @@ class Scheduler:
         if not alive.all():
             entries = alive.nonzero()[0]
             rows = rows[entries]
+        if self.config.max_draft:
+            returned = self._take_runs(step, view, entries, rows)
+            self.rows.returned(step_id)
+            return returned
         self._live.advance_computed(rows, step.view.start[:num][entries] + step.view.num_tokens[:num][entries])
         accepted = view.num_accepted[:num][entries]
         if not accepted.all():
@@ -395,6 +429,13 @@ class Scheduler:
             self._maybe_finish(returned, index, bool(failed[index]))
         return returned
 
+    def _take_runs(self, step: Step, view: StepOutputView, entries: _Entries, rows: Int32Array) -> Returned:
+        """As `_take_tokens`, where an entry may have drawn several tokens."""
+        returned, ends = self._runs.take(step, view, entries, rows)
+        for index, failed in ends:
+            self._maybe_finish(returned, index, failed)
+        return returned
+
     def _maybe_finish(self, returned: Returned, index: int, failed: bool) -> None:
         request, token = returned.requests[index], returned.tokens[index]
         stop_token = None
@@ -408,7 +449,7 @@ class Scheduler:
             return
         self._end_row(request, keep=not failed)
         request.status = RequestStatus.FINISHED
-        returned.finished.append((request, reason, stop_token))
+        returned.finished[index] = (reason, stop_token)
 
     def settle(self) -> None:
         """What can wait until nothing waits for the scheduler: call it after the next step has been published.
@@ -416,7 +457,7 @@ class Scheduler:
         Blocks that lately became full enter the prefix index, and rows get the blocks that they will soon need.
         """
         self._live.index_returned()
-        if self.decode.grow_in <= _LOOK_EVERY and not self._pending.count:
+        if self.decode.grow_in <= self._look_every and not self._pending.count:
             self._grow_ahead()
 
     # --- proof ----------------------------------------------------------------------------------------------

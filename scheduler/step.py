@@ -25,14 +25,17 @@ class Step:
 
 @dataclass(slots=True)
 class Returned:
-    """What `update` learned: token `tokens[i]` was drawn for `requests[i]`, in entry `entries[i]` of the output."""
+    """What `update` learned: `tokens[i]` was drawn for `requests[i]`, at place `places[i]` of the output.
+
+    A request's tokens of one step stand together, in order.
+    """
 
     step: Step
     requests: list[Request] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    entries: list[int] = field(default_factory=list)
-    finished: list[tuple[Request, FinishReason, int | None]] = field(default_factory=list)
-    """(request, reason, the token id that stopped it)."""
+    places: list[int] = field(default_factory=list)
+    finished: dict[int, tuple[FinishReason, int | None]] = field(default_factory=dict)
+    """Index of a request's last token -> (why it ended, the token id that stopped it)."""
 
 
 @dataclass(slots=True)
@@ -45,3 +48,8 @@ class Counters:
     """Prompt tokens looked up in the prefix cache."""
     prefix_hits: int = 0
     """Prompt tokens found there."""
+    num_drafts: int = 0
+    """Times that drafts were verified for a row."""
+    num_draft_tokens: int = 0
+    num_accepted_per_position: list[int] = field(default_factory=list)
+    """Accepted drafts by their place in the chain."""

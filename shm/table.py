@@ -11,6 +11,7 @@ needs; it compares generations with the StepInput, never with the column here, w
 | block_table            | [num_rows, max_blocks]     | at admission; then append-only                             |
 | generation             | [num_rows]                 | bumped when the row is handed out and when it ends         |
 | num_prompt, num_known  | [num_rows]                 | at admission: prompt length; prompt plus outputs so far    |
+| limit                  | [num_rows]                 | at admission: length at which the request ends             |
 | num_blocks             | [num_rows]                 | at admission: entries of block_table that are valid        |
 | sampling columns       | [num_rows] (some [.., k])  | at admission                                               |
 """
@@ -47,6 +48,7 @@ class TableShape:
             ("generation", np.int32, rows),
             ("num_prompt", np.int32, rows),
             ("num_known", np.int32, rows),
+            ("limit", np.int32, rows),
             ("num_blocks", np.int32, rows),
             ("temperature", np.float32, rows),
             ("top_p", np.float32, rows),
@@ -79,6 +81,7 @@ class BatchTable:
     generation: NDArray[np.int32]
     num_prompt: NDArray[np.int32]
     num_known: NDArray[np.int32]
+    limit: NDArray[np.int32]
     num_blocks: NDArray[np.int32]
     temperature: NDArray[np.float32]
     top_p: NDArray[np.float32]

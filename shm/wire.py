@@ -8,9 +8,9 @@ StepInput (engine → every worker of the replica), sections of int32, each star
     header      16 words   num_rows, num_decode, num_appends, num_tokens
     rows        [R]        batch-table row of each entry; the first num_decode entries are plain decode rows
     generation  [R]        the admission the entry belongs to
-    start       [R]        first position computed
-    num_tokens  [R]        positions computed
-    num_draft   [R]        draft tokens among them
+    start       [R]        first position computed; an upper bound where the flags say so
+    num_tokens  [R]        positions computed, at most, where drafts are among them
+    num_draft   [R]        drafts that may be among them: the worker makes them, and knows how many there are
     flags       [R]        StepFlag bits
     append_rows, append_index, append_blocks  [A]  block table [row, index] = block, for rows that are not new
 
@@ -19,16 +19,18 @@ StepOutput (sampling rank → engine), entries in the order of the StepInput's r
     header       16 words  num_rows, num_logprobs; words 8..15 hold four int64: device times in ns
     rows         [R]
     generation   [R]
-    num_accepted [R]       tokens drawn for the entry: 0 for a chunk that does not reach the prompt's end, -1 when
-                           the row's logits were not finite and nothing could be drawn
+    num_accepted [R]       tokens drawn for the entry, accepted drafts included: 0 for a chunk that does not reach the
+                           prompt's end and for a row that has reached its limit, -1 when the row's logits were not
+                           finite and nothing could be drawn
+    num_draft    [R]       drafts that were verified for the entry; written only when max_draft > 0
     tokens       [R, 1 + max_draft]
-    logprob      [R]       float32, of the drawn token
-    rank         [R]
-    top_ids      [R, MAX_LOGPROBS]
-    top_logprobs [R, MAX_LOGPROBS]  float32
+    logprob      [P]       float32, of the drawn token
+    rank         [P]
+    top_ids      [P, MAX_LOGPROBS]
+    top_logprobs [P, MAX_LOGPROBS]  float32
 
-R is max_num_seqs and A is the most block appends that one step can need. A draft's and a tree's sections follow
-when their issue needs them; VERSION in layout.py changes with this file.
+R is max_num_seqs, A is the most block appends that one step can need, and P is R * (1 + max_draft) places: place
+entry * (1 + max_draft) + i belongs to tokens[entry, i]. VERSION in layout.py changes with this file.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ class StepFlag(IntFlag):
     SAMPLE = 2
     """Draw a token after the last position."""
     LAST_TOKEN = 4
-    """The one input token is the row's last drawn token, which the worker knows (plain decode)."""
+    """The input is the row's last drawn token, which the worker knows (decode), and drafts, which it makes."""
+    UPPER_BOUND = 8
+    """`start` is an upper bound: a step in flight may accept fewer drafts than it may hold. The worker knows."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,9 +130,14 @@ class StepShape:
     @property
     def output_bytes(self) -> int:
         per_row = align(self.max_rows * 4)
-        tokens = align(self.max_rows * (1 + self.max_draft) * 4)
-        top = align(self.max_rows * MAX_LOGPROBS * 4)
-        return align(HEADER_WORDS * 4) + 5 * per_row + tokens + 2 * top
+        per_place = align(self.num_places * 4)
+        top = align(self.num_places * MAX_LOGPROBS * 4)
+        return align(HEADER_WORDS * 4) + 4 * per_row + 3 * per_place + 2 * top
+
+    @property
+    def num_places(self) -> int:
+        """P: tokens that one step can return."""
+        return self.max_rows * (1 + self.max_draft)
 
 
 class _Cursor:
@@ -186,6 +195,7 @@ class StepOutputView:
         "header",
         "logprob",
         "num_accepted",
+        "num_draft",
         "rank",
         "rows",
         "times_ns",
@@ -207,11 +217,13 @@ class StepOutputView:
         self.rows: Int32Array = cursor.take(rows)
         self.generation: Int32Array = cursor.take(rows)
         self.num_accepted: Int32Array = cursor.take(rows)
+        self.num_draft: Int32Array = cursor.take(rows)
         self.tokens: Int32Array = cursor.take((shape.max_rows, 1 + shape.max_draft))
-        self.logprob: NDArray[np.float32] = cursor.take(rows, np.float32)
-        self.rank: Int32Array = cursor.take(rows)
-        self.top_ids: Int32Array = cursor.take((shape.max_rows, MAX_LOGPROBS))
-        self.top_logprobs: NDArray[np.float32] = cursor.take((shape.max_rows, MAX_LOGPROBS), np.float32)
+        places = (shape.num_places,)
+        self.logprob: NDArray[np.float32] = cursor.take(places, np.float32)
+        self.rank: Int32Array = cursor.take(places)
+        self.top_ids: Int32Array = cursor.take((*places, MAX_LOGPROBS))
+        self.top_logprobs: NDArray[np.float32] = cursor.take((*places, MAX_LOGPROBS), np.float32)
 
     def answer(self, step: StepInputView) -> int:
         """Begin the answer to a step: echo its rows and generations, with nothing drawn yet. Returns their number."""

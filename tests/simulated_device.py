@@ -42,9 +42,14 @@ class SimulatedDevice:
         self.block_table = np.full((table.shape.num_rows, table.shape.max_blocks), -1, np.int64)
         self.generation = np.full(table.shape.num_rows, -1, np.int64)
         self.last_token = np.full(table.shape.num_rows, -1, np.int64)
+        self.position = np.full(table.shape.num_rows, -1, np.int64)
+        """Of the last token drawn: under speculation only the device knows it."""
+        self.num_accepted_drafts = 0
+        self.num_steps = 0
 
     def run(self, step: StepInputView, output: StepOutputView) -> None:
         num_rows, num_decode, num_appends, num_tokens = step.header[:4].tolist()
+        self.num_steps += 1
         assert num_tokens == int(step.num_tokens[:num_rows].sum())
         assert len(set(step.rows[:num_rows].tolist())) == num_rows, "a row stands in a step twice"
         self.decode_entries = num_decode
@@ -61,18 +66,49 @@ class SimulatedDevice:
         row, start, count = int(step.rows[entry]), int(step.start[entry]), int(step.num_tokens[entry])
         flags = StepFlag(int(step.flags[entry]))
         assert self.generation[row] == step.generation[entry], "a row was used under a generation it was not begun with"
+        num_draft = int(step.num_draft[entry])
         if StepFlag.LAST_TOKEN in flags:
-            assert entry < self.decode_entries and count == 1
-            tokens = [int(self.last_token[row])]
+            assert entry < self.decode_entries and count == 1 + num_draft
+            if StepFlag.UPPER_BOUND in flags:
+                assert start >= self.position[row], "the bound on the first position is too low"
+                start = int(self.position[row])
+            assert start == self.position[row]
+            if start >= self.table.limit[row] - 1:
+                return  # the step that reached the limit is not back yet
+            tokens = [int(self.last_token[row]), *self._drafts(row, start, num_draft)]
         else:
             tokens = self.table.token_ids[row, start : start + count].tolist()
         for position, token in enumerate(tokens, start):
             self.kv[self._slot(row, position)] = (token, position)
         output.num_accepted[entry] = 0
-        if StepFlag.SAMPLE in flags:
-            token = next_token(self._context(row, start + count), int(self.table.seed[row]), self.vocab_size)
-            self.last_token[row] = output.tokens[entry, 0] = token
-            output.num_accepted[entry] = 1
+        if StepFlag.LAST_TOKEN in flags:
+            self._verify(output, entry, row, start, tokens)
+        elif StepFlag.SAMPLE in flags:
+            self._draw(output, entry, 0, row, start + count)
+
+    def _drafts(self, row: int, position: int, most: int) -> list[int]:
+        """As many drafts as the limit leaves room for, and as luck will have it; right up to a place, then wrong."""
+        luck = zlib.crc32(f"{self.num_steps}/{row}".encode())
+        num = min(most, int(self.table.limit[row]) - 2 - position, luck % (most + 1))
+        context = [*self._context(row, position), int(self.last_token[row])]
+        for place in range(num):
+            token = next_token(context, int(self.table.seed[row]), self.vocab_size)
+            context.append((token + (place >= luck // 16 % (num + 1))) % self.vocab_size)
+        return context[position + 1 :]
+
+    def _verify(self, output: StepOutputView, entry: int, row: int, start: int, tokens: list[int]) -> None:
+        output.num_draft[entry] = len(tokens) - 1
+        for place in range(len(tokens)):
+            self._draw(output, entry, place, row, start + 1 + place)
+            if place + 1 < len(tokens) and output.tokens[entry, place] != tokens[place + 1]:
+                break
+            self.num_accepted_drafts += place + 1 < len(tokens)
+
+    def _draw(self, output: StepOutputView, entry: int, place: int, row: int, length: int) -> None:
+        token = next_token(self._context(row, length), int(self.table.seed[row]), self.vocab_size)
+        self.last_token[row] = output.tokens[entry, place] = token
+        self.position[row] = length
+        output.num_accepted[entry] += 1
 
     def _admit(self, row: int, generation: int) -> None:
         blocks = int(self.table.num_blocks[row])

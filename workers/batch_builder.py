@@ -1,8 +1,8 @@
-"""StepInput entries to a `Batch`: all index tensors of a step, by vectorised numpy.
+"""Entries to a `Batch`: all index tensors of a step, by vectorised numpy.
 
-Decode entries are sorted by context, longest first, so that neighbours form groups with little padding; a group's
-gathered keys and values should also stay in the cache between the gather and the attention that reads them. Only
-the sampled tokens' places (`sample_at`) remember the entries' own order.
+Decode entries are sorted by their number of tokens (one, and drafts) and by context, longest first, so that neighbours
+form groups with little padding; a group's gathered keys and values should also stay in the cache between the gather
+and the attention that reads them. Only the sampled tokens' places (`sample_at`) remember the entries' own order.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipring.kernels.paged_attention import AttentionPlan, Chunk, DecodeGroup, chunk_mask, length_mask
+from slipring.kernels.paged_attention import AttentionPlan, Chunk, DecodeGroup, chunk_mask, decode_mask
 from slipring.shm.table import BatchTable
-from slipring.shm.wire import StepFlag, StepInputView
 from slipring.workers.attention import PlannedAttention
 from slipring.workers.batch import Batch
+from slipring.workers.entries import Entries
 from slipring.workers.rows import Rows
 
 IntArray = NDArray[np.int64]
@@ -31,73 +31,90 @@ _MIN_FILL = 0.7
 class BatchBuilder:
     """Holds what never changes: block size, dtype, and how many blocks a decode group may gather."""
 
-    def __init__(self, table: BatchTable, rows: Rows, block_size: int, layer_block_bytes: int, dtype: torch.dtype):
-        """`layer_block_bytes`: bytes of one layer's keys in one block."""
+    def __init__(
+        self,
+        table: BatchTable,
+        rows: Rows,
+        block_size: int,
+        layer_block_bytes: int,
+        group_heads: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """`layer_block_bytes`: bytes of one layer's keys in one block; `group_heads`: query heads of one KV head."""
         self._table = table
         self._rows = rows
         self._block_size = block_size
+        self._group_heads = group_heads
         self._group_blocks = max(1, _GROUP_BYTES // layer_block_bytes)
         self._dtype = dtype
 
-    def build(self, step: StepInputView) -> Batch:
+    def build(self, entries: Entries) -> Batch:
         """The step's forward pass. Reads row state, the table's token ids, and nothing else."""
-        num_rows, num_decode = int(step.header[step.NUM_ROWS]), int(step.header[step.NUM_DECODE])
-        rows = step.rows[:num_rows].astype(np.int64)
-        start = step.start[:num_rows].astype(np.int64)
-        num_tokens = step.num_tokens[:num_rows].astype(np.int64)
-        order = np.argsort(-start[:num_decode], kind="stable")
-        order = np.concatenate((order, np.arange(num_decode, num_rows)))
+        rows, start, num_tokens, num_decode = entries.rows, entries.start, entries.num_tokens, entries.num_decode
+        order = np.lexsort((-start[:num_decode], -num_tokens[:num_decode]))
+        order = np.concatenate((order, np.arange(num_decode, len(rows))))
         ends = np.cumsum(num_tokens[order])
         token_rows, positions = _expand(rows[order], start[order], num_tokens[order], ends)
-        input_ids = self._input_ids(token_rows, positions, num_decode)
+        input_ids = self._input_ids(entries, order, token_rows, positions)
         block = self._rows.block_table[token_rows, positions // self._block_size].astype(np.int64)
         plan = AttentionPlan(
             slot_mapping=torch.from_numpy(block * self._block_size + positions % self._block_size),
-            groups=self._groups(token_rows[:num_decode], positions[:num_decode] + 1),
-            chunks=[self._chunk(rows[i], start[i], num_tokens[i], ends[i]) for i in range(num_decode, num_rows)],
+            groups=self._groups(entries, order[:num_decode]),
+            chunks=[self._chunk(rows[i], start[i], num_tokens[i], ends[i]) for i in range(num_decode, len(rows))],
         )
-        last_at = np.empty(num_rows, np.int64)
-        last_at[order] = ends - 1
-        sampled = (step.flags[:num_rows] & StepFlag.SAMPLE) != 0
-        tensors = map(torch.from_numpy, (input_ids, positions, last_at[sampled]))
-        ids, at, sample_at = tensors
-        return Batch(ids, at, PlannedAttention(plan, at), sample_at)
+        end_at = np.empty(len(rows), np.int64)
+        end_at[order] = ends
+        draws_end = np.cumsum(entries.num_draws)
+        _, sample_at = _expand(rows, end_at - entries.num_draws, entries.num_draws, draws_end)
+        ids, at, sampled = map(torch.from_numpy, (input_ids, positions, sample_at))
+        return Batch(ids, at, PlannedAttention(plan, at), sampled)
 
-    def entered_blocks(self, step: StepInputView) -> Tensor:
+    def entered_blocks(self, entries: Entries) -> Tensor:
         """[n] int64: blocks that the step's entries enter and leave partly filled (`KvCache.clear`)."""
-        num_rows = int(step.header[step.NUM_ROWS])
-        start = step.start[:num_rows]
-        end = start + step.num_tokens[:num_rows]
+        start, end = entries.start, entries.end
         last = (end - 1) // self._block_size
-        entered = (start <= last * self._block_size) & (end % self._block_size != 0)
-        blocks = self._rows.block_table[step.rows[:num_rows][entered], last[entered]]
+        entered = (start <= last * self._block_size) & (end % self._block_size != 0) & (end > start)
+        blocks = self._rows.block_table[entries.rows[entered], last[entered]]
         return torch.from_numpy(blocks.astype(np.int64))
 
-    def _input_ids(self, token_rows: IntArray, positions: IntArray, num_decode: int) -> IntArray:
+    def _input_ids(self, entries: Entries, order: IntArray, token_rows: IntArray, positions: IntArray) -> IntArray:
+        """A prompt's tokens stand in the table; a decode row's are its last one and its drafts."""
+        num_decode, drafts = entries.num_decode, entries.drafts
+        first = int(entries.num_tokens[:num_decode].sum())
         ids = np.empty(len(token_rows), np.int64)
-        ids[:num_decode] = self._rows.last_token[token_rows[:num_decode]]
-        ids[num_decode:] = self._table.token_ids[token_rows[num_decode:], positions[num_decode:]]
+        ids[first:] = self._table.token_ids[token_rows[first:], positions[first:]]
+        last = self._rows.last_token[entries.rows[:num_decode]]
+        own = np.concatenate((last[:, None], drafts.tokens), 1)[order[:num_decode]]
+        ids[:first] = own[np.arange(own.shape[1]) < entries.num_tokens[order[:num_decode], None]]
         return ids
 
-    def _groups(self, rows: IntArray, lengths: IntArray) -> list[DecodeGroup]:
-        """Cut the sorted decode rows; `lengths` fall."""
+    def _groups(self, entries: Entries, order: IntArray) -> list[DecodeGroup]:
+        """Cut the sorted decode entries: each group has one number of tokens, and contexts that fall."""
+        rows, widths, lengths = entries.rows[order], entries.num_tokens[order], entries.end[order]
         num_blocks = -(-lengths // self._block_size)
-        groups, begin = [], 0
-        while begin < len(rows):
-            longest = int(num_blocks[begin])
-            filled = int(np.searchsorted(-num_blocks, -_MIN_FILL * longest, side="right"))
-            end = max(begin + 1, min(begin + self._group_blocks // longest, filled))
-            groups.append(self._group(begin, end, rows[begin:end], num_blocks[begin:end], lengths[begin:end]))
-            begin = end
+        groups, token = [], 0
+        for width in np.unique(widths[widths > 0])[::-1].tolist():
+            begin, stop = (int(np.searchsorted(-widths, -width, side=side)) for side in ("left", "right"))
+            while begin < stop:
+                longest = int(num_blocks[begin])
+                filled = begin + int(np.searchsorted(-num_blocks[begin:stop], -_MIN_FILL * longest, side="right"))
+                end = max(begin + 1, min(begin + self._group_blocks // longest, filled))
+                at = slice(begin, end)
+                groups.append(self._group(token, width, rows[at], num_blocks[at], lengths[at]))
+                token += width * (end - begin)
+                begin = end
         return groups
 
-    def _group(self, begin: int, end: int, rows: IntArray, num_blocks: IntArray, lengths: IntArray) -> DecodeGroup:
+    def _group(
+        self, token: int, width: int, rows: IntArray, num_blocks: IntArray, lengths: IntArray
+    ) -> DecodeGroup:
         longest = int(num_blocks[0])
         blocks = self._rows.block_table[rows, :longest].astype(np.int64)
         outside = np.arange(longest) >= num_blocks[:, None]
         np.copyto(blocks, blocks[:, :1], where=outside)
-        mask = length_mask(torch.from_numpy(lengths), longest * self._block_size, self._dtype)
-        return DecodeGroup(begin, end, torch.from_numpy(blocks.reshape(-1)), mask)
+        seen = torch.from_numpy(lengths[:, None] - np.arange(width)[::-1])
+        mask = decode_mask(seen, longest * self._block_size, self._group_heads, self._dtype)
+        return DecodeGroup(token, token + width * len(rows), width, torch.from_numpy(blocks.reshape(-1)), mask)
 
     def _chunk(self, row: int, start: int, num_tokens: int, end: int) -> Chunk:
         begin, length = int(end - num_tokens), int(start + num_tokens)

@@ -36,10 +36,11 @@ class PenaltyCounts:
         self._output_counts[slot] = torch.from_numpy(counts)
 
     def count(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
-        """A token was drawn for each of these (distinct) rows."""
+        """These tokens were drawn, each for the row beside it; a row may stand here several times."""
         slots = self.slot[rows]
         if len(at := np.flatnonzero(slots >= 0)):
-            self._output_counts[torch.from_numpy(slots[at]), torch.from_numpy(tokens[at])] += 1
+            index = torch.from_numpy(slots[at]), torch.from_numpy(tokens[at])
+            self._output_counts.index_put_(index, torch.ones((), dtype=torch.int32), accumulate=True)
 
     def take(self, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """(prompt_mask [P, vocab] bool, output_counts [P, vocab] int32) of rows with penalties."""

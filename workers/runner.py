@@ -1,8 +1,8 @@
-"""`Runner`: one StepInput to one StepOutput. Owns model, KV pool, row state and sampler of this worker.
+"""`Runner`: one StepInput to one StepOutput. Owns model, KV pool, row state, sampler and proposer of this worker.
 
-Order within a step: block appends and new rows first (everything after reads row state), then index tensors, blocks
-cleaned, forward pass, sampling, row state moved on, output written. An entry whose logits were not finite reports
-num_accepted = NON_FINITE and draws nothing; its neighbours are not touched.
+Order within a step: block appends and new rows first (everything after reads row state), then drafts, index tensors,
+blocks cleaned, forward pass, sampling, verification, row state moved on, output written. An entry whose logits were
+not finite reports num_accepted = NON_FINITE and draws nothing; its neighbours are not touched.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ import time
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from slipring.shm.spec import WorkerConfig
 from slipring.shm.table import BatchTable
 from slipring.shm.wire import StepFlag, StepInputView, StepOutputView, StepShape
 from slipring.workers.batch_builder import BatchBuilder
+from slipring.workers.entries import Entries, entries_of, known_start, room_for_drafts
 from slipring.workers.kv_cache import DTYPES, KvCache
 from slipring.workers.link import StartRefused
 from slipring.workers.models.llama import Llama
 from slipring.workers.rows import Rows
-from slipring.workers.sampler import Draws, Sampler
+from slipring.workers.sampler import Draws, Places, Sampler
+from slipring.workers.speculation.proposer import NullProposer, Proposer
+from slipring.workers.speculation.verify import Runs, places, verify
 
 NON_FINITE = -1
 """`num_accepted` of an entry whose logits held NaN or infinity: the request cannot go on."""
@@ -31,7 +33,9 @@ _WARM_UP_TOKENS = 32
 class Runner:
     """Runs steps in order. Not thread-safe."""
 
-    def __init__(self, config: WorkerConfig, model: Llama, kv: KvCache, table: BatchTable) -> None:
+    def __init__(
+        self, config: WorkerConfig, model: Llama, kv: KvCache, table: BatchTable, proposer: Proposer | None = None
+    ) -> None:
         spec = config.model
         dtype = DTYPES[config.dtype]
         layer_block_bytes = config.block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
@@ -40,21 +44,33 @@ class Runner:
         self._model = model
         self._rows = Rows(table)
         self._sampler = Sampler(table, spec.vocab_size)
-        self._builder = BatchBuilder(table, self._rows, config.block_size, layer_block_bytes, dtype)
+        self._proposer = proposer or NullProposer()
+        group_heads = spec.num_heads // spec.num_kv_heads
+        self._builder = BatchBuilder(
+            table, self._rows, config.block_size, layer_block_bytes, group_heads, dtype
+        )
+        self._table = table
 
     @torch.inference_mode()
     def run(self, step: StepInputView, output: StepOutputView) -> None:
         """Run the step and fill `output`, device times included; PICKED_UP and PUBLISHED are the caller's."""
         began = time.monotonic_ns()
         self._update_rows(step)
-        batch = self._builder.build(step)
-        if len(entered := self._builder.entered_blocks(step)):
+        entries = self._entries(step)
+        if not entries.num_tokens.any():
+            output.answer(step)  # every row has reached its limit in a step that the engine has not seen yet
+            return
+        batch = self._builder.build(entries)
+        if len(entered := self._builder.entered_blocks(entries)):
             self.kv.clear(entered)
         logits = self._model.forward(batch, self.kv)
         forwarded = time.monotonic_ns()
-        sampled = np.flatnonzero(step.flags[: step.header[step.NUM_ROWS]] & StepFlag.SAMPLE)
-        draws = self._sample(step, sampled, logits) if len(sampled) else None
-        self._write(step, output, sampled, draws)
+        output.answer(step)
+        if len(logits):
+            draws = self._sampler.sample(logits, self._places(entries))
+            runs = verify(entries, draws.tokens, draws.ok)
+            self._move_on(entries, runs)
+            self._write(output, entries, runs, draws)
         output.times_ns[output.FORWARD] = forwarded - began
         output.times_ns[output.SAMPLE] = time.monotonic_ns() - forwarded
 
@@ -67,6 +83,7 @@ class Runner:
         num_tokens = min(_WARM_UP_TOKENS, config.max_model_len - 1, self.kv.num_blocks * config.block_size - 1)
         self._rows.block_table[0] = np.arange(self._rows.block_table.shape[1]) % self.kv.num_blocks
         self._rows.generation[0] = 0
+        self._rows.limit[0] = config.max_model_len
         step.header[step.NUM_ROWS] = 1
         for is_decode, start, count in ((0, 0, max(1, num_tokens)), (1, num_tokens, 1)):
             step.header[step.NUM_DECODE] = is_decode
@@ -85,32 +102,50 @@ class Runner:
         for i in np.flatnonzero(step.flags[:num_rows] & StepFlag.NEW).tolist():
             self._rows.admit(int(rows[i]), int(generation[i]))
             self._sampler.admit(int(rows[i]))
+            self._proposer.admit(int(rows[i]), self._table.token_ids[rows[i], : self._table.num_known[rows[i]]])
         if num_appends:
             self._rows.append_blocks(
                 step.append_rows[:num_appends], step.append_index[:num_appends], step.append_blocks[:num_appends]
             )
         self._rows.check(rows, generation)
 
-    def _sample(self, step: StepInputView, sampled: NDArray[np.int64], logits: torch.Tensor) -> Draws:
-        rows = step.rows[sampled].astype(np.int64)
-        position = (step.start[sampled] + step.num_tokens[sampled]).astype(np.int64)
-        draws = self._sampler.sample(logits, rows, position, self._rows.num_outputs[rows].astype(np.int64))
-        self._rows.last_token[rows] = draws.tokens
-        self._rows.num_outputs[rows] += 1
-        return draws
+    def _entries(self, step: StepInputView) -> Entries:
+        """What the step computes, with the drafts that are made for it now."""
+        num_decode = int(step.header[step.NUM_DECODE])
+        start = known_start(step, self._rows)
+        rows = step.rows[:num_decode].astype(np.int64)
+        drafts = self._proposer.propose(rows, room_for_drafts(step, self._rows, start))
+        return entries_of(step, self._rows, start, drafts)
 
-    def _write(
-        self, step: StepInputView, output: StepOutputView, sampled: NDArray[np.int64], draws: Draws | None
-    ) -> None:
-        output.answer(step)
-        if draws is None:
-            return
-        output.num_accepted[sampled] = np.where(draws.ok, 1, NON_FINITE)
-        output.tokens[sampled, 0] = draws.tokens
+    def _places(self, entries: Entries) -> Places:
+        entry, place = places(entries)
+        rows, drafts = entries.rows[entry], np.zeros((len(entry), entries.drafts.tokens.shape[1]), np.int64)
+        decode = entry < entries.num_decode
+        drafts[decode] = entries.drafts.tokens[entry[decode]]
+        position = entries.end[entry] - entries.num_draws[entry] + place + 1
+        return Places(rows, position, self._rows.num_outputs[rows] + place, place, drafts)
+
+    def _move_on(self, entries: Entries, runs: Runs) -> None:
+        """Row state follows what was drawn."""
+        drew = np.flatnonzero(runs.count)
+        rows, count, tokens = entries.rows[drew], runs.count[drew], runs.tokens[drew]
+        position = entries.end[drew] - entries.num_draws[drew] + count
+        self._rows.draw(rows, position, tokens[np.arange(len(drew)), count - 1], count)
+        self._sampler.accept(entries.rows[runs.entry[runs.kept]], runs.tokens[runs.entry, runs.place][runs.kept])
+        self._proposer.accept(rows, tokens, count)
+
+    def _write(self, output: StepOutputView, entries: Entries, runs: Runs, draws: Draws) -> None:
+        num_rows, num_decode, width = len(entries.rows), entries.num_decode, runs.tokens.shape[1]
+        output.num_accepted[:num_rows] = np.where(runs.failed, NON_FINITE, runs.count)
+        output.tokens[:num_rows, :width] = runs.tokens
+        output.num_draft[:num_rows] = 0
+        output.num_draft[:num_decode] = entries.drafts.num
         if (logprobs := draws.logprobs) is not None:
-            at, count = sampled[logprobs.at], logprobs.top_ids.shape[1]
+            kept, count = runs.kept[logprobs.at], logprobs.top_ids.shape[1]
+            draw = logprobs.at[kept]
+            at = runs.entry[draw] * output.tokens.shape[1] + runs.place[draw]
             output.header[output.NUM_LOGPROBS] = count
-            output.logprob[at] = logprobs.logprob
-            output.rank[at] = logprobs.rank
-            output.top_ids[at, :count] = logprobs.top_ids
-            output.top_logprobs[at, :count] = logprobs.top_logprobs
+            output.logprob[at] = logprobs.logprob[kept]
+            output.rank[at] = logprobs.rank[kept]
+            output.top_ids[at, :count] = logprobs.top_ids[kept]
+            output.top_logprobs[at, :count] = logprobs.top_logprobs[kept]

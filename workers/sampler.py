@@ -40,11 +40,28 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
+class Places:
+    """Where a step's tokens are to be drawn. Under speculation a row has several places: after its last token, and
+    after each of its drafts, where it is drawn as if the drafts before it had been accepted."""
+
+    rows: IntArray
+    """[S]"""
+    position: IntArray
+    """[S]: the drawn token's index in its sequence."""
+    num_outputs: IntArray
+    """[S]: the row's outputs before it."""
+    num_drafts: IntArray
+    """[S]: drafts before it, which are among these outputs but not accepted yet."""
+    drafts: IntArray
+    """[S, K]: the first num_drafts[i] of a row."""
+
+
+@dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of the sampled rows `at` only; natural logarithms of the raw distribution."""
+    """Of the places `at` only; natural logarithms of the raw distribution."""
 
     at: IntArray
-    """[L]: indices into the sampled rows."""
+    """[L]: indices into the places."""
     logprob: NDArray[np.float32]
     """[L], of the drawn token."""
     rank: IntArray
@@ -56,7 +73,7 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What a step drew, in the order of its sampled rows."""
+    """What a step drew, in the order of its places."""
 
     tokens: IntArray
     """[S]"""
@@ -92,11 +109,9 @@ class Sampler:
         self._edits_logits[row] = row in self._bias or row in self._stop_ids
         self._admit_penalties(row)
 
-    def sample(self, logits: Tensor, rows: IntArray, position: IntArray, num_outputs: IntArray) -> Draws:
-        """logits [S, V] of rows [S]; `position` is the drawn token's index, `num_outputs` the row's outputs before it.
-
-        May overwrite `logits`.
-        """
+    def sample(self, logits: Tensor, places: Places) -> Draws:
+        """logits [S, V]. May overwrite them. What is drawn counts only once `accept` is told."""
+        rows = places.rows
         scores = logits.float()
         best, tokens = scores.max(dim=1)
         ok = torch.isfinite(best)
@@ -104,12 +119,15 @@ class Sampler:
             scores[~ok] = 0.0
         asked = np.flatnonzero(self._columns["logprobs"][rows] >= 0)
         raw = scores[torch.from_numpy(asked)] if len(asked) else None
-        if self._adjust(scores, rows, num_outputs):
+        if self._adjust(scores, places):
             tokens = scores.argmax(dim=1)
-        self._draw(scores, tokens, rows, position)
-        drawn, drew = tokens.numpy(), ok.numpy()
-        self._penalties.count(rows[drew], drawn[drew])
-        return Draws(drawn, drew, None if raw is None else self._logprobs(raw, asked, drawn, rows))
+        self._draw(scores, tokens, rows, places.position)
+        drawn = tokens.numpy()
+        return Draws(drawn, ok.numpy(), None if raw is None else self._logprobs(raw, asked, drawn, rows))
+
+    def accept(self, rows: IntArray, tokens: IntArray) -> None:
+        """These tokens [N] are the next ones of the rows beside them; a row's stand in order."""
+        self._penalties.count(rows, tokens)
 
     def _admit_penalties(self, row: int) -> None:
         table, columns = self._table, self._columns
@@ -121,13 +139,13 @@ class Sampler:
         known = table.token_ids[row, : table.num_known[row]]
         self._penalties.admit(row, wanted, known[: table.num_prompt[row]], known[table.num_prompt[row] :])
 
-    def _adjust(self, scores: Tensor, rows: IntArray, num_outputs: IntArray) -> bool:
+    def _adjust(self, scores: Tensor, places: Places) -> bool:
         """Bias, min_tokens and penalties, in place; whether anything changed."""
-        changed = False
+        changed, rows, num_outputs = False, places.rows, places.num_outputs
         for i in np.flatnonzero(self._edits_logits[rows]).tolist():
             changed |= self._adjust_row(scores[i], int(rows[i]), int(num_outputs[i]))
         if len(at := np.flatnonzero(self._penalties.slot[rows] >= 0)):
-            self._penalise(scores, at, rows[at])
+            self._penalise(scores, at, places)
             changed = True
         return changed
 
@@ -140,10 +158,14 @@ class Sampler:
             scores[stop_ids] = float("-inf")
         return bias is not None or too_early
 
-    def _penalise(self, scores: Tensor, at: IntArray, rows: IntArray) -> None:
-        index = torch.from_numpy(at)
+    def _penalise(self, scores: Tensor, at: IntArray, places: Places) -> None:
+        index, rows = torch.from_numpy(at), places.rows[at]
         penalised = scores[index]
         prompt_mask, output_counts = self._penalties.take(rows)
+        if places.num_drafts[at].any():
+            before = np.arange(places.drafts.shape[1]) < places.num_drafts[at, None]
+            of, token = torch.from_numpy(before.nonzero()[0]), torch.from_numpy(places.drafts[at][before])
+            output_counts.index_put_((of, token), torch.ones((), dtype=torch.int32), accumulate=True)
         apply_penalties(
             penalised,
             prompt_mask,

@@ -42,7 +42,8 @@ def assert_close(ours: Tensor, expected: Tensor) -> None:
 
 def test_decode_and_chunk_are_those_of_the_cpu_worker() -> None:
     query, key, value, pools = tensors()
-    group = DecodeGroup(0, 1, BLOCKS[1].long(), torch.zeros(1, 1, 1, 12).index_fill_(3, torch.tensor(11), -torch.inf))
+    mask = torch.zeros(1, 1, 1, 12).index_fill_(3, torch.tensor(11), -torch.inf)
+    group = DecodeGroup(0, 1, 1, BLOCKS[1].long(), mask)
     plan = AttentionPlan(torch.empty(0, dtype=torch.int64), [group], [])
     expected = paged_attention(query[10:], key[10:], value[10:], *pools, plan, OPTIONS.scale)
     assert_close(paged_decode(query[10:], *pools, BLOCKS, ints(1), ints(11), OPTIONS), expected)

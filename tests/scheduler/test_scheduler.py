@@ -40,7 +40,7 @@ class Harness:
         self.table = BatchTable.create(shape)
         self.scheduler = Scheduler(self.config, self.table, VOCAB, self.make_offload)
         self.device = SimulatedDevice(self.table, self.config.num_blocks, VOCAB)
-        step_shape = StepShape.of(self.config.max_num_seqs, 0, self.config.block_size)
+        step_shape = StepShape.of(self.config.max_num_seqs, self.config.max_draft, self.config.block_size)
         payloads = [
             [memoryview(bytearray(size)) for _ in range(depth + 2)]
             for size in (step_shape.input_bytes, step_shape.output_bytes)
@@ -75,7 +75,7 @@ class Harness:
         if step is None:
             return False
         assert step.num_rows <= self.config.max_num_seqs
-        assert step.num_decode + step.num_chunk_tokens <= self.config.max_num_batched_tokens
+        assert step.view.header[StepInputView.NUM_TOKENS] <= self.config.max_num_batched_tokens
         self.unrun.append(step.step_id)
         return True
 
@@ -94,8 +94,8 @@ class Harness:
         returned = self.scheduler.update(self.outputs[step_id % len(self.outputs)], step_id)
         for request, token in zip(returned.requests, returned.tokens, strict=True):
             self.output_of[request].append(token)
-        for request, reason, _ in returned.finished:
-            self.reason_of[request] = reason
+        for index, (reason, _) in returned.finished.items():
+            self.reason_of[returned.requests[index]] = reason
         if settle:
             self.scheduler.settle()
         return True
@@ -145,6 +145,33 @@ def test_a_small_pool_preempts_and_changes_nothing(depth: int, policy: str) -> N
     for request in requests:
         harness.assert_right(request)
     harness.assert_idle()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("block_size", [1, 2, 4, 16])
+@pytest.mark.parametrize("max_draft", [1, 3, 7])
+def test_drafts_change_no_token_and_save_steps(depth: int, block_size: int, max_draft: int) -> None:
+    harness = Harness(depth, max_draft=max_draft, block_size=block_size, num_blocks=400, max_num_batched_tokens=64)
+    stops = [(), (3,), (), (1, 2)]
+    requests = [harness.add([i, 1, 2], max_tokens=40, seed=i, stop=stops[i]) for i in range(4)]
+    harness.run()
+    for request in requests:
+        harness.assert_right(request)
+    assert harness.device.num_accepted_drafts > 10
+    assert harness.scheduler.counters.num_steps < 40
+    counters = harness.scheduler.counters
+    assert counters.num_draft_tokens >= sum(counters.num_accepted_per_position) > 0
+    harness.assert_idle()
+
+
+def test_drafts_never_preempt() -> None:
+    """Where blocks are short, rows go on without drafts before anybody loses its blocks for them."""
+    harness = Harness(2, max_draft=5, block_size=1, num_blocks=34, max_model_len=34, max_num_seqs=2)
+    requests = [harness.add([i], max_tokens=16, seed=i) for i in range(2)]
+    harness.run()
+    assert harness.scheduler.counters.num_preemptions == 0
+    for request in requests:
+        harness.assert_right(request)
 
 
 def test_a_repeated_prompt_hits_whole_blocks_strictly_below_its_end() -> None:
@@ -336,10 +363,12 @@ operations = st.lists(
     policy=st.sampled_from(["fcfs", "priority"]),
     num_blocks=st.integers(13, 24),
     num_rows=st.integers(6, 9),
+    max_draft=st.sampled_from([0, 0, 1, 2, 5]),
 )
-def test_any_order_of_events(operations, depth, caching, policy, num_blocks, num_rows) -> None:
+def test_any_order_of_events(operations, depth, caching, policy, num_blocks, num_rows, max_draft) -> None:
     harness = Harness(
         depth,
+        max_draft=max_draft,
         enable_prefix_caching=caching,
         policy=policy,
         num_blocks=num_blocks,

@@ -14,6 +14,7 @@ from slipring.workers.kv_cache import DTYPES, KvCache
 from slipring.workers.loader import Weights
 from slipring.workers.models.registry import build_model
 from slipring.workers.runner import Runner
+from slipring.workers.speculation.proposer import Proposer
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
@@ -58,7 +59,7 @@ class Sequence:
 class Rig:
     """A runner, a table, and a block allocator that never frees and hands out scattered blocks."""
 
-    def __init__(self, spec: ModelSpec, seed: int = 0, **changes: object) -> None:
+    def __init__(self, spec: ModelSpec, seed: int = 0, proposer: Proposer | None = None, **changes: object) -> None:
         self.config = config = worker_config(spec, **changes)
         shape = TableShape(config.num_rows, config.max_model_len, config.block_size)
         self.table = BatchTable.create(shape)
@@ -66,7 +67,7 @@ class Rig:
         assert config.num_blocks is not None
         self.kv = KvCache(spec, config.num_blocks, config.block_size, dtype)
         self.model = build_model(spec, Weights(spec, dtype), config.max_model_len)
-        self.runner = Runner(config, self.model, self.kv, self.table)
+        self.runner = Runner(config, self.model, self.kv, self.table, proposer)
         step_shape = StepShape.of(config.max_num_seqs, config.max_draft, config.block_size)
         self.step = StepInputView(memoryview(bytearray(step_shape.input_bytes)), step_shape)
         self.output = StepOutputView(memoryview(bytearray(step_shape.output_bytes)), step_shape)
@@ -85,6 +86,7 @@ class Rig:
         self.table.token_ids[row, : len(sequence.tokens)] = sequence.tokens
         self.table.num_prompt[row] = len(prompt)
         self.table.num_known[row] = len(sequence.tokens)
+        self.table.limit[row] = len(prompt) + params.max_tokens if params.max_tokens > 1 else self.config.max_model_len
         self.table.generation[row] = self._generation
         self._grow(sequence, len(sequence.tokens))
         self.table.block_table[row, : len(sequence.blocks)] = sequence.blocks
@@ -93,15 +95,19 @@ class Rig:
         return sequence
 
     def run(self, decode: list[Sequence], chunks: list[tuple[Sequence, int]] = ()) -> None:  # pyright: ignore[reportArgumentType]
-        """One step: one token for each of `decode`, `count` positions for each chunk. Applies the outputs."""
-        step, entries = self.step, [(s, 1) for s in decode] + list(chunks)
+        """One step: each of `decode` (with drafts, when the config has them), `count` positions for each chunk.
+
+        Applies the outputs. Under speculation the starts of decode rows are too high, as the scheduler's may be.
+        """
+        most, step, entries = self.config.max_draft, self.step, [(s, 1) for s in decode] + list(chunks)
         step.header[:] = 0
         step.header[step.NUM_ROWS] = len(entries)
         step.header[step.NUM_DECODE] = len(decode)
         num_appends = 0
         for i, (sequence, count) in enumerate(entries):
             is_decode = i < len(decode)
-            for index, block in self._grow(sequence, sequence.num_computed + count):
+            drafts = most if is_decode else 0
+            for index, block in self._grow(sequence, sequence.num_computed + count + drafts):
                 step.append_rows[num_appends] = sequence.row
                 step.append_index[num_appends] = index
                 step.append_blocks[num_appends] = block
@@ -110,16 +116,20 @@ class Rig:
             sampled = end == len(sequence.tokens)
             step.rows[i] = sequence.row
             step.generation[i] = self._generations[sequence.row]
-            step.start[i], step.num_tokens[i] = sequence.num_computed, count
+            step.start[i], step.num_tokens[i], step.num_draft[i] = sequence.num_computed, count + drafts, drafts
             step.flags[i] = StepFlag.NEW * sequence.new | StepFlag.SAMPLE * sampled | StepFlag.LAST_TOKEN * is_decode
+            if drafts:
+                step.start[i] += 3
+                step.flags[i] |= StepFlag.UPPER_BOUND
             sequence.new = False
             sequence.num_computed = end
         step.header[step.NUM_APPENDS] = num_appends
         self.runner.run(step, self.output)
         for i, (sequence, _) in enumerate(entries):
-            if self.output.num_accepted[i] == 1:
-                sequence.tokens.append(int(self.output.tokens[i, 0]))
-                sequence.outputs.append(sequence.tokens[-1])
+            drawn = self.output.tokens[i, : max(0, self.output.num_accepted[i])].tolist()
+            sequence.tokens += drawn
+            sequence.outputs += drawn
+            sequence.num_computed += max(0, len(drawn) - 1)
 
     def generate(self, sequences: list[Sequence], num_outputs: int, chunk: int = 10_000) -> None:
         """Prefill and decode all of them together until each has `num_outputs`."""

@@ -120,6 +120,7 @@ class Engine:
         table.token_ids[3, : len(PROMPT)] = PROMPT
         table.block_table[3, :3] = (5, 2, 9)
         table.num_blocks[3], table.num_prompt[3], table.num_known[3] = 3, len(PROMPT), len(PROMPT)
+        table.limit[3] = table.shape.max_model_len
         table.write_params(3, GREEDY)
 
 

@@ -1,0 +1,66 @@
+"""A step's entries as this worker knows them: a StepInput's bounds replaced by its own row state.
+
+Decode entries come first. Under speculation the engine does not know where a row stands until its last step is back,
+so a decode entry's start and the number of its tokens are this worker's to say: the last token drawn, and as many
+drafts as were made. An entry whose row has reached its limit in a step that the engine has not seen yet has no tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipring.shm.wire import StepFlag, StepInputView
+from slipring.workers.rows import Rows
+from slipring.workers.speculation.proposer import Drafts
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """E entries, D of them in decode."""
+
+    rows: IntArray
+    """[E]"""
+    start: IntArray
+    """[E]: first position computed."""
+    num_tokens: IntArray
+    """[E]: positions computed; 0 only for a decode row beyond its limit."""
+    num_decode: int
+    drafts: Drafts
+    """Of the decode entries."""
+    num_draws: IntArray
+    """[E]: tokens to draw: after each position of a decode entry, after the last one of a prompt, else none."""
+
+    @property
+    def end(self) -> IntArray:
+        return self.start + self.num_tokens
+
+
+def known_start(step: StepInputView, rows: Rows) -> IntArray:
+    """[E]: where each entry begins."""
+    num_rows = int(step.header[step.NUM_ROWS])
+    start = step.start[:num_rows].astype(np.int64)
+    bounded = (step.flags[:num_rows] & StepFlag.UPPER_BOUND) != 0
+    return np.where(bounded, rows.position[step.rows[:num_rows]], start)
+
+
+def room_for_drafts(step: StepInputView, rows: Rows, start: IntArray) -> IntArray:
+    """[D]: drafts that each decode entry may hold: none whose acceptance would pass the request's limit."""
+    num_decode = int(step.header[step.NUM_DECODE])
+    limit = rows.limit[step.rows[:num_decode]]
+    return np.clip(limit - 2 - start[:num_decode], 0, step.num_draft[:num_decode]).astype(np.int64)
+
+
+def entries_of(step: StepInputView, rows: Rows, start: IntArray, drafts: Drafts) -> Entries:
+    num_rows, num_decode = int(step.header[step.NUM_ROWS]), int(step.header[step.NUM_DECODE])
+    of_rows = step.rows[:num_rows].astype(np.int64)
+    num_tokens = step.num_tokens[:num_rows].astype(np.int64)
+    beyond = start[:num_decode] >= rows.limit[of_rows[:num_decode]] - 1
+    num_tokens[:num_decode] = np.where(beyond, 0, 1 + drafts.num)
+    num_draws = ((step.flags[:num_rows] & StepFlag.SAMPLE) != 0).astype(np.int64)
+    num_draws[:num_decode] = num_tokens[:num_decode]
+    return Entries(of_rows, start, num_tokens, num_decode, drafts, num_draws)

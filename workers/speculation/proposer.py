@@ -1,0 +1,58 @@
+"""`Proposer`: whoever guesses a row's next tokens, and its null twin.
+
+A proposer keeps its own state per batch-table row, which follows the row's tokens: `admit` when the row is handed
+out, `accept` with every token that was drawn for it. What it proposes is only a guess: the target draws its own token
+at each place, and a draft is kept while it equals that (`verify.py`). So no proposer can change an answer, and a
+proposer may forget a row, or be wrong, at any time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """A chain of guesses for each decode entry of a step."""
+
+    tokens: IntArray
+    """[D, K]; the first num[i] of a row mean something."""
+    num: IntArray
+    """[D]"""
+
+    @classmethod
+    def none(cls, num_entries: int, width: int = 0) -> Drafts:
+        return cls(np.zeros((num_entries, width), np.int64), np.zeros(num_entries, np.int64))
+
+
+class Proposer(Protocol):
+    def admit(self, row: int, token_ids: NDArray[np.int32]) -> None:
+        """The row belongs to another request now, whose tokens so far are `token_ids`."""
+        ...
+
+    def accept(self, rows: IntArray, tokens: IntArray, counts: IntArray) -> None:
+        """tokens[i, :counts[i]] [R, W] were drawn for rows[i]; `rows` are distinct."""
+        ...
+
+    def propose(self, rows: IntArray, most: IntArray) -> Drafts:
+        """At most most[i] drafts for rows[i], to follow its last token."""
+        ...
+
+
+class NullProposer:
+    """Guesses nothing."""
+
+    def admit(self, row: int, token_ids: NDArray[np.int32]) -> None:
+        """Nothing to remember."""
+
+    def accept(self, rows: IntArray, tokens: IntArray, counts: IntArray) -> None:
+        """Nothing to remember."""
+
+    def propose(self, rows: IntArray, most: IntArray) -> Drafts:
+        return Drafts.none(len(rows))
