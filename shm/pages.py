@@ -18,6 +18,10 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from slipring.shm.spec import ModelSpec
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of one element of the KV cache, by its dtype."""
 Bytes = NDArray[np.uint8]
 
 
@@ -31,6 +35,11 @@ class PageShape:
     num_kv_heads: int
     head_bytes: int
     """head_dim * bytes of an element."""
+
+    @classmethod
+    def of(cls, spec: ModelSpec, block_size: int, dtype: str) -> PageShape:
+        head_bytes = spec.head_dim * ELEMENT_BYTES[dtype]
+        return cls(2 * spec.num_layers, block_size, spec.num_kv_heads, head_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +82,11 @@ class CanonicalPageMapping:
         if local_heads == heads:
             run = CopyRun(0, shape.nbytes, 0, shape.nbytes, shape.nbytes, 1)
         return cls((run,), fragment * count, shape.nbytes, num_writers, rank % num_writers)
+
+    @property
+    def is_identity(self) -> bool:
+        """A local page is the canonical page, byte for byte."""
+        return self.runs[0].count == 1 and self.local_bytes == self.canonical_bytes
 
     def writes(self, block: int) -> bool:
         """Whether it is this rank's turn to store the sequence's `block`-th block."""

@@ -14,29 +14,16 @@ from collections import OrderedDict
 from datetime import timedelta
 from typing import Any
 
-import msgspec
 import obstore
 from obstore.exceptions import NotFoundError
 from obstore.store import S3Store
 
+from slipring.runtime.tiers.config import ObjectStoreConfig
 from slipring.runtime.tiers.store import HEADER_BYTES, PageCorruptError, PageMissingError, seal, unseal
 from slipring.scheduler.offload.key import OffloadKey
 
 _TIMEOUT = timedelta(seconds=5)
 """Of one request; the tier's own deadline stands above it."""
-
-
-class ObjectStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the service is. Credentials not given here come from the usual AWS_* variables."""
-
-    bucket: str
-    endpoint_override: str | None = None
-    """`host:port` or a URL; None: AWS."""
-    scheme: str = "http"
-    region: str = "us-east-1"
-    access_key_id: str | None = None
-    secret_access_key: str | None = None
-    session_token: str | None = None
 
 
 class ObjectStore:

@@ -13,7 +13,8 @@ import obstore
 import pytest
 from obstore.store import S3Store
 
-from slipring.runtime.tiers.object_store import ObjectStore, ObjectStoreConfig
+from slipring.runtime.tiers.config import ObjectStoreConfig
+from slipring.runtime.tiers.object_store import ObjectStore
 from slipring.runtime.tiers.store import HEADER_BYTES, PageCorruptError, PageMissingError
 from tests.runtime.tiers.test_file_store import LAYOUT, PAGE, key, page
 

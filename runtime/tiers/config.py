@@ -1,0 +1,127 @@
+"""`KvTransferConfig`: what `--kv-transfer-config` may say, in vLLM's keys; `--kv-offloading-size` is its short form.
+
+    {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+     "kv_connector_extra_config": {
+        "cpu_bytes_to_use": 4294967296, "eviction_policy": "lru", "store_threshold": 0, "offload_prompt_only": false,
+        "secondary_tiers": [
+            {"type": "fs", "root_dir": "/var/cache/kv", "quota_bytes": 107374182400},
+            {"type": "obj", "store_config": {"bucket": "kv", "endpoint_override": "10.0.0.2:9000"}}]}}
+
+An unknown key is an error that names the nearest known one. Where we differ from vLLM: an answer's KV is kept by
+default, a page on a slow tier has a digest, a directory may have a quota, and a load that fails is always recomputed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Literal
+
+import msgspec
+
+from slipring.scheduler.offload.policy import POLICIES
+
+
+class FileTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="fs"):
+    root_dir: str
+    quota_bytes: int | None = None
+    """Of all files in the directory together, whoever writes them. None: until the disk is full."""
+    n_read_threads: int = 4
+    n_write_threads: int = 2
+    load_timeout_s: float = 5.0
+    """After that a page is recomputed, and the tier is left alone for a while."""
+
+
+class ObjectStoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the service is. Credentials not given here come from the usual AWS_* variables."""
+
+    bucket: str
+    endpoint_override: str | None = None
+    """`host:port` or a URL; None: AWS."""
+    scheme: str = "http"
+    region: str = "us-east-1"
+    access_key_id: str | None = None
+    secret_access_key: str | None = None
+    session_token: str | None = None
+
+
+class ObjectTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="obj"):
+    store_config: ObjectStoreConfig
+    prefix: str = "slipring"
+    quota_bytes: int | None = None
+    io_threads: int = 4
+    load_timeout_s: float = 5.0
+
+
+SecondaryTier = FileTier | ObjectTier
+
+
+class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    cpu_bytes_to_use: int
+    """Of the CPU tier, which all replicas share."""
+    eviction_policy: str = "lru"
+    store_threshold: int = 0
+    """A block is stored only when it has been offered so many times."""
+    offload_prompt_only: bool = False
+    secondary_tiers: list[SecondaryTier] = []
+    # Given by vLLM's users, and true here whatever they say.
+    spec_name: Literal["CPUOffloadingSpec", "TieringOffloadingSpec"] | None = None
+    blocks_per_chunk: Literal[1] = 1
+    canonical_layout: bool = True
+
+
+class KvTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    kv_connector_extra_config: ExtraConfig
+    kv_connector: Literal["OffloadingConnector"] = "OffloadingConnector"
+    kv_role: Literal["kv_both"] = "kv_both"
+    kv_load_failure_policy: Literal["recompute"] = "recompute"
+
+
+def parse(text: str) -> KvTransferConfig:
+    """Raises ValueError, in words for people."""
+    try:
+        config = msgspec.json.decode(text, type=KvTransferConfig)
+    except msgspec.ValidationError as error:
+        raise ValueError(_explain(str(error))) from None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"is not valid JSON: {error}") from None
+    _check(config.kv_connector_extra_config)
+    return config
+
+
+def of_size(gibibytes: float) -> KvTransferConfig:
+    """`--kv-offloading-size`. Raises ValueError."""
+    extra = ExtraConfig(cpu_bytes_to_use=int(gibibytes * 2**30))
+    _check(extra)
+    return KvTransferConfig(kv_connector_extra_config=extra)
+
+
+def _check(extra: ExtraConfig) -> None:
+    if extra.cpu_bytes_to_use < 1:
+        raise ValueError(f"`cpu_bytes_to_use` must be at least 1, got {extra.cpu_bytes_to_use}")
+    if extra.eviction_policy not in POLICIES:
+        known = ", ".join(sorted(POLICIES))
+        raise ValueError(f"`eviction_policy` must be one of {known}; got {extra.eviction_policy!r}")
+    if extra.store_threshold < 0:
+        raise ValueError(f"`store_threshold` must be 0 or more, got {extra.store_threshold}")
+    for tier in extra.secondary_tiers:
+        if tier.load_timeout_s <= 0 or (tier.quota_bytes is not None and tier.quota_bytes < 1):
+            kind = tier.__struct_config__.tag
+            raise ValueError(f"`load_timeout_s` and `quota_bytes` of a tier of type {kind!r} must be above 0")
+
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]+)`(?: - at `(?P<path>[^`]+)`)?")
+_FIELDS = [
+    field
+    for struct in (KvTransferConfig, ExtraConfig, FileTier, ObjectTier, ObjectStoreConfig)
+    for field in struct.__struct_fields__
+]
+
+
+def _explain(sentence: str) -> str:
+    unknown = _UNKNOWN.match(sentence)
+    if unknown is None:
+        return sentence
+    near = difflib.get_close_matches(unknown["field"], _FIELDS, n=1)
+    hint = f"; did you mean `{near[0]}`?" if near else ""
+    return f"unknown key `{unknown['field']}`{hint}"

@@ -1,0 +1,66 @@
+"""`--kv-transfer-config` in vLLM's keys."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from slipring.runtime.tiers.config import FileTier, ObjectTier, of_size, parse
+
+
+def extra(**keys: Any) -> str:
+    return json.dumps({"kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20} | keys})
+
+
+def test_what_vllm_users_write() -> None:
+    text = json.dumps(
+        {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "TieringOffloadingSpec",
+                "cpu_bytes_to_use": 4 << 30,
+                "eviction_policy": "arc",
+                "secondary_tiers": [
+                    {"type": "fs", "root_dir": "/tmp/kv", "n_read_threads": 8},
+                    {"type": "obj", "store_config": {"bucket": "kv", "endpoint_override": "localhost:9000"}},
+                ],
+            },
+        }
+    )
+    config = parse(text).kv_connector_extra_config
+    assert (config.cpu_bytes_to_use, config.eviction_policy, config.offload_prompt_only) == (4 << 30, "arc", False)
+    files, objects = config.secondary_tiers
+    assert isinstance(files, FileTier) and files.n_read_threads == 8
+    assert isinstance(objects, ObjectTier) and objects.store_config.bucket == "kv"
+
+
+def test_the_short_form() -> None:
+    assert of_size(0.5).kv_connector_extra_config.cpu_bytes_to_use == 1 << 29
+    with pytest.raises(ValueError, match="at least 1"):
+        of_size(0)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not valid JSON"),
+        ("{}", "kv_connector_extra_config"),
+        (extra(evicton_policy="lru"), "unknown key `evicton_policy`; did you mean `eviction_policy`"),
+        (extra(eviction_policy="fifo"), "one of arc, lru"),
+        (extra(cpu_bytes_to_use=0), "at least 1"),
+        (extra(cpu_bytes_to_use="4G"), "int"),
+        (extra(store_threshold=-1), "0 or more"),
+        (extra(blocks_per_chunk=4), "blocks_per_chunk"),
+        (extra(secondary_tiers=[{"type": "nfs"}]), "nfs"),
+        (extra(secondary_tiers=[{"type": "fs"}]), "root_dir"),
+        (extra(secondary_tiers=[{"type": "fs", "root_dir": "/x", "quota": 1}]), "did you mean `quota_bytes`"),
+        (extra(secondary_tiers=[{"type": "fs", "root_dir": "/x", "quota_bytes": 0}]), "above 0"),
+        ('{"kv_connector": "NixlConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1}}', "NixlConnector"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=".*" + words.replace("`", ".").replace("?", "")):
+        parse(text)
