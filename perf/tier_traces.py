@@ -84,7 +84,8 @@ def hit_ratio(trace: Trace, policy: str, capacity: int = CAPACITY) -> float:
 
 
 def compare(seed: int) -> list[dict[str, float | str]]:
-    return [
-        {"trace": name} | {policy: round(hit_ratio(make(random.Random(seed)), policy), 4) for policy in sorted(POLICIES)}
-        for name, make in TRACES.items()
-    ]
+    rows: list[dict[str, float | str]] = []
+    for name, make in TRACES.items():
+        ratios = {policy: round(hit_ratio(make(random.Random(seed)), policy), 4) for policy in sorted(POLICIES)}
+        rows.append({"trace": name, **ratios})
+    return rows

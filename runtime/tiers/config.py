@@ -5,7 +5,8 @@
         "cpu_bytes_to_use": 4294967296, "eviction_policy": "lru", "store_threshold": 0, "offload_prompt_only": false,
         "secondary_tiers": [
             {"type": "fs", "root_dir": "/var/cache/kv", "quota_bytes": 107374182400},
-            {"type": "obj", "store_config": {"bucket": "kv", "endpoint_override": "10.0.0.2:9000"}}]}}
+            {"type": "obj", "store_config": {"bucket": "kv", "endpoint_override": "10.0.0.2:9000"}},
+            {"type": "p2p", "host": "10.0.0.1", "port": 5710, "peers": ["10.0.0.3:5710"]}]}}
 
 An unknown key is an error that names the nearest known one. Where we differ from vLLM: an answer's KV is kept by
 default, a page on a slow tier has a digest, a directory may have a quota, and a load that fails is always recomputed.
@@ -53,7 +54,19 @@ class ObjectTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     load_timeout_s: float = 5.0
 
 
-SecondaryTier = FileTier | ObjectTier
+class PeerTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="p2p"):
+    """The CPU tiers of other instances of the same model, and ours for them."""
+
+    peers: list[str] = []
+    """`host:port` of each, asked in this order."""
+    host: str = "127.0.0.1"
+    port: int | None = None
+    """Where we serve our own pages; None: we do not. The network is trusted: bind it to a private address."""
+    num_threads: int = 4
+    load_timeout_s: float = 2.0
+
+
+SecondaryTier = FileTier | ObjectTier | PeerTier
 
 
 class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -105,15 +118,24 @@ def _check(extra: ExtraConfig) -> None:
     if extra.store_threshold < 0:
         raise ValueError(f"`store_threshold` must be 0 or more, got {extra.store_threshold}")
     for tier in extra.secondary_tiers:
-        if tier.load_timeout_s <= 0 or (tier.quota_bytes is not None and tier.quota_bytes < 1):
-            kind = tier.__struct_config__.tag
-            raise ValueError(f"`load_timeout_s` and `quota_bytes` of a tier of type {kind!r} must be above 0")
+        _check_tier(tier)
+
+
+def _check_tier(tier: SecondaryTier) -> None:
+    if isinstance(tier, PeerTier):
+        for peer in tier.peers:
+            if not re.fullmatch(r".+:\d{1,5}", peer):
+                raise ValueError(f"`peers` holds {peer!r}; each must be `host:port`")
+    elif tier.quota_bytes is not None and tier.quota_bytes < 1:
+        raise ValueError(f"`quota_bytes` must be at least 1, got {tier.quota_bytes}")
+    if tier.load_timeout_s <= 0:
+        raise ValueError(f"`load_timeout_s` must be above 0, got {tier.load_timeout_s}")
 
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]+)`(?: - at `(?P<path>[^`]+)`)?")
 _FIELDS = [
     field
-    for struct in (KvTransferConfig, ExtraConfig, FileTier, ObjectTier, ObjectStoreConfig)
+    for struct in (KvTransferConfig, ExtraConfig, FileTier, ObjectTier, ObjectStoreConfig, PeerTier)
     for field in struct.__struct_fields__
 ]
 

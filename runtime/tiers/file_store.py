@@ -12,15 +12,17 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 
 from slipring.runtime.tiers.quota import PAGE_SUFFIX, TEMPORARY_SUFFIX, DirectoryQuota
-from slipring.runtime.tiers.store import HEADER_BYTES, PageCorruptError, PageMissingError, seal, unseal
+from slipring.runtime.tiers.store import HEADER_BYTES, PageCorruptError, PageMissingError, count_while, seal, unseal
 from slipring.scheduler.offload.key import OffloadKey
 
 
 class FileStore:
     name = "fs"
+    read_only = False
 
     def __init__(self, root: str | Path, identity: bytes, page_bytes: int, quota_bytes: int | None = None) -> None:
         """`identity`: 32 bytes that name model and layout. `quota_bytes` holds for all of `root`. Raises OSError."""
@@ -34,6 +36,9 @@ class FileStore:
     def used_bytes(self) -> int:
         """Of the whole directory."""
         return self._quota.used_bytes
+
+    def count_prefix(self, keys: Sequence[OffloadKey]) -> int:
+        return count_while(self.contains, keys)
 
     def contains(self, key: OffloadKey) -> bool:
         try:

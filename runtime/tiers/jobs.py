@@ -115,7 +115,7 @@ class StoreThreads:
         return self.stats.load_seconds / num_pages / self._num_readers if num_pages else 0.0
 
     def lookup(self, keys: Sequence[OffloadKey], done: Callable[[list[bool]], None]) -> None:
-        """done(which of them the store has). One thread asks for all, and stops at the first that is not there."""
+        """done(which of them the store has): those before the first that is not there."""
         if self.suspended:
             self._loop.call_soon(done, [False] * len(keys))
             return
@@ -130,6 +130,8 @@ class StoreThreads:
 
     def store(self, keys: Sequence[OffloadKey], slots: Sequence[int], done: Callable[[list[bool]], None]) -> bool:
         """Keep pages; done(which of them are kept). False, and nothing happens, when that is not the time for it."""
+        if self._store.read_only:
+            return False
         if self.suspended or self._num_pending + len(keys) > self._max_pending:
             self._count(skipped=len(keys))
             return False
@@ -219,10 +221,9 @@ class StoreThreads:
             self._loop.call_soon_threadsafe(self._finish, job)
 
     def _look(self, job: _Job, buffer: NDArray[np.uint8]) -> None:
-        for index, key in enumerate(job.keys):
-            if job.over or not self._store.contains(key):
-                return
-            job.results[index] = True
+        if not job.over:
+            count = self._store.count_prefix(job.keys)
+            job.results[:count] = [True] * count
 
     def _load_page(self, job: _Job, buffer: NDArray[np.uint8], index: int) -> None:
         if job.over:

@@ -1,4 +1,4 @@
-"""`KvTiers`: the tiers of one engine. The CPU tier's memory, its index, and the stores behind it; all replicas share it.
+"""`KvTiers`: the tiers of one engine. The CPU tier's memory, its index, and the stores behind it, for all replicas.
 
 A replica that computes a block makes it a hit for every other one. Everything in here runs on the loop's thread,
 except for what the stores' own threads do.
@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections.abc import Callable
 from hashlib import sha256
 
 import msgspec
 import numpy as np
 
-from slipring.runtime.tiers.config import ExtraConfig, FileTier, KvTransferConfig, SecondaryTier
+from slipring.runtime.tiers.config import FileTier, KvTransferConfig, ObjectTier, PeerTier, SecondaryTier
 from slipring.runtime.tiers.file_store import FileStore
 from slipring.runtime.tiers.jobs import StoreStats, StoreThreads
+from slipring.runtime.tiers.peer import PeerServer, PeerStore
 from slipring.runtime.tiers.store import PageStore
 from slipring.scheduler.offload.policy import POLICIES
 from slipring.scheduler.offload.slots import SlotIndex
@@ -58,8 +60,15 @@ class KvTiers:
         self.segment = _allocate(num_slots * shape.nbytes)
         slots = np.frombuffer(self.segment.buf, np.uint8).reshape(num_slots, shape.nbytes)
         self._stores: list[StoreThreads] = []
+        self._slots = slots
+        self._server: PeerServer | None = None
+        self._listen: PeerTier | None = None
+        self._identity = b""
         try:
-            self._open_stores(extra, spec, layout_digest(shape, dtype), slots)
+            if extra.secondary_tiers:
+                self._identity = model_identity(spec, layout_digest(shape, dtype))
+            for tier in extra.secondary_tiers:
+                self._open(tier)
         except BaseException:
             self.close()
             raise
@@ -77,27 +86,49 @@ class KvTiers:
             stores={store.name: store.stats for store in self._stores},
         )
 
+    async def start(self) -> None:
+        """Serve our pages to peers, if we shall. Raises TierSetupError."""
+        if self._listen is None or self._listen.port is None:
+            return
+        self._server = PeerServer(self.tiers.slots, self._slots, self._identity)
+        try:
+            await self._server.start(self._listen.host, self._listen.port)
+        except OSError as error:
+            where = f"{self._listen.host}:{self._listen.port}"
+            raise TierSetupError(f"KV pages cannot be served at {where}: {error}") from None
+
     def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
         for store in self._stores:
             store.close()
         self.segment.close()
 
-    def _open_stores(self, extra: ExtraConfig, spec: ModelSpec, layout: bytes, slots: np.ndarray) -> None:
-        if not extra.secondary_tiers:
-            return
-        identity = model_identity(spec, layout)
-        for tier in extra.secondary_tiers:
-            store = _open(tier, identity, self.page_bytes)
-            self._stores.append(
-                StoreThreads(
-                    store,
-                    slots,
-                    asyncio.get_running_loop(),
-                    num_readers=tier.n_read_threads if isinstance(tier, FileTier) else tier.io_threads,
-                    num_writers=tier.n_write_threads if isinstance(tier, FileTier) else tier.io_threads,
-                    load_timeout_s=tier.load_timeout_s,
-                )
+    def _open(self, tier: SecondaryTier) -> None:
+        if isinstance(tier, PeerTier):
+            self._listen = tier
+            for peer in tier.peers:
+                host, _, port = peer.rpartition(":")
+                self._add(PeerStore(host, int(port), self._identity), tier.num_threads, 1, tier.load_timeout_s)
+        elif isinstance(tier, FileTier):
+            store = _usable(tier, lambda: FileStore(tier.root_dir, self._identity, self.page_bytes, tier.quota_bytes))
+            self._add(store, tier.n_read_threads, tier.n_write_threads, tier.load_timeout_s)
+        else:
+            store = _usable(tier, lambda: _object_store(tier, self._identity, self.page_bytes))
+            self._add(store, tier.io_threads, tier.io_threads, tier.load_timeout_s)
+
+    def _add(self, store: PageStore, num_readers: int, num_writers: int, load_timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._stores.append(
+            StoreThreads(
+                store,
+                self._slots,
+                loop,
+                num_readers=num_readers,
+                num_writers=num_writers,
+                load_timeout_s=load_timeout_s,
             )
+        )
 
 
 def model_identity(spec: ModelSpec, layout: bytes) -> bytes:
@@ -112,17 +143,20 @@ def model_identity(spec: ModelSpec, layout: bytes) -> bytes:
     return digest.digest()
 
 
-def _open(tier: SecondaryTier, identity: bytes, page_bytes: int) -> PageStore:
+def _usable(tier: SecondaryTier, make: Callable[[], PageStore]) -> PageStore:
     try:
-        if isinstance(tier, FileTier):
-            return FileStore(tier.root_dir, identity, page_bytes, tier.quota_bytes)
-        try:
-            from slipring.runtime.tiers.object_store import ObjectStore
-        except ImportError:
-            raise TierSetupError("a tier of type 'obj' needs obstore: pip install 'slipring[s3]'") from None
-        return ObjectStore(tier.store_config, identity, page_bytes, tier.prefix, tier.quota_bytes)
+        return make()
     except OSError as error:
-        raise TierSetupError(f"the KV tier {tier.__struct_config__.tag!r} cannot be used: {error}") from error
+        kind = tier.__struct_config__.tag
+        raise TierSetupError(f"the KV tier of type {kind!r} cannot be used: {error}") from error
+
+
+def _object_store(tier: ObjectTier, identity: bytes, page_bytes: int) -> PageStore:
+    try:
+        from slipring.runtime.tiers.object_store import ObjectStore
+    except ImportError:
+        raise TierSetupError("a KV tier of type 'obj' needs obstore: pip install 'slipring[s3]'") from None
+    return ObjectStore(tier.store_config, identity, page_bytes, tier.prefix, tier.quota_bytes)
 
 
 def _allocate(nbytes: int) -> Segment:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +20,7 @@ from obstore.exceptions import NotFoundError
 from obstore.store import S3Store
 
 from slipring.runtime.tiers.config import ObjectStoreConfig
-from slipring.runtime.tiers.store import HEADER_BYTES, PageCorruptError, PageMissingError, seal, unseal
+from slipring.runtime.tiers.store import HEADER_BYTES, PageCorruptError, PageMissingError, count_while, seal, unseal
 from slipring.scheduler.offload.key import OffloadKey
 
 _TIMEOUT = timedelta(seconds=5)
@@ -28,6 +29,7 @@ _TIMEOUT = timedelta(seconds=5)
 
 class ObjectStore:
     name = "obj"
+    read_only = False
 
     def __init__(
         self,
@@ -52,6 +54,9 @@ class ObjectStore:
     @property
     def used_bytes(self) -> int:
         return self._used
+
+    def count_prefix(self, keys: Sequence[OffloadKey]) -> int:
+        return count_while(self.contains, keys)
 
     def contains(self, key: OffloadKey) -> bool:
         path = self._path(key)

@@ -8,7 +8,9 @@ digest of the content.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Sequence
 from hashlib import sha256
+from itertools import takewhile
 from typing import Protocol
 
 from slipring.scheduler.offload.key import OffloadKey
@@ -30,9 +32,11 @@ class PageCorruptError(Exception):
 class PageStore(Protocol):
     name: str
     """For metrics and messages."""
+    read_only: bool
+    """`write` never keeps anything."""
 
-    def contains(self, key: OffloadKey) -> bool:
-        """Whether a page lies there, as far as can be told without reading it. Raises OSError."""
+    def count_prefix(self, keys: Sequence[OffloadKey]) -> int:
+        """How many of the leading keys it has, as far as can be told without reading them. Raises OSError."""
         ...
 
     def read(self, key: OffloadKey, into: memoryview) -> None:
@@ -44,6 +48,11 @@ class PageStore(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def count_while(contains: Callable[[OffloadKey], bool], keys: Sequence[OffloadKey]) -> int:
+    """`count_prefix` of a store that can only be asked for one key at a time."""
+    return sum(1 for _ in takewhile(contains, keys))
 
 
 def seal(key: OffloadKey, layout: bytes, page: memoryview) -> bytes:

@@ -57,7 +57,8 @@ def test_the_short_form() -> None:
         (extra(secondary_tiers=[{"type": "nfs"}]), "nfs"),
         (extra(secondary_tiers=[{"type": "fs"}]), "root_dir"),
         (extra(secondary_tiers=[{"type": "fs", "root_dir": "/x", "quota": 1}]), "did you mean `quota_bytes`"),
-        (extra(secondary_tiers=[{"type": "fs", "root_dir": "/x", "quota_bytes": 0}]), "above 0"),
+        (extra(secondary_tiers=[{"type": "fs", "root_dir": "/x", "quota_bytes": 0}]), "at least 1"),
+        (extra(secondary_tiers=[{"type": "p2p", "peers": ["here"]}]), "host:port"),
         ('{"kv_connector": "NixlConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1}}', "NixlConnector"),
     ],
 )

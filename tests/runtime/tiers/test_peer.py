@@ -1,0 +1,126 @@
+"""Pages from another instance: two real processes, and one that is killed in the middle."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipring.runtime.tiers.peer import PeerStore
+from slipring.runtime.tiers.store import PageMissingError
+from tests.runtime.tiers.test_file_store import LAYOUT, PAGE, key, page
+
+_INSTANCE = textwrap.dedent(
+    """
+    import asyncio, sys
+    import numpy as np
+    from slipring.runtime.tiers.peer import PeerServer
+    from slipring.scheduler.offload.policy import Lru
+    from slipring.scheduler.offload.slots import SlotIndex
+    from tests.runtime.tiers.test_file_store import LAYOUT, PAGE, key, page
+
+    async def main():
+        index, slots = SlotIndex(8, Lru(8)), np.zeros((8, PAGE), np.uint8)
+        plan = index.prepare_store([key(number) for number in range(4)])
+        for number, slot in enumerate(plan.slots):
+            slots[slot] = np.frombuffer(page(number), np.uint8)
+        index.complete_store(plan.keys, plan.slots, True)
+        print(await PeerServer(index, slots, LAYOUT).start("127.0.0.1", 0), flush=True)
+        await asyncio.sleep(1000)
+
+    asyncio.run(main())
+    """
+)
+
+
+class Instance:
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _INSTANCE], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
+        )
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def instance() -> Iterator[Instance]:
+    running = Instance()
+    yield running
+    running.kill()
+
+
+def read(store: PeerStore, number: int) -> bytes:
+    into = bytearray(PAGE)
+    store.read(key(number), memoryview(into))
+    return bytes(into)
+
+
+def test_what_a_peer_has_is_found_and_fetched(instance: Instance) -> None:
+    store = PeerStore("127.0.0.1", instance.port, LAYOUT)
+    assert store.count_prefix([key(0), key(1), key(9), key(2)]) == 2
+    assert [read(store, number) for number in range(4)] == [page(number) for number in range(4)]
+    with pytest.raises(PageMissingError):
+        read(store, 9)
+    assert read(store, 0) == page(0), "the session goes on"
+    assert not store.write(key(5), page(5))
+
+
+def test_another_model_is_refused(instance: Instance) -> None:
+    store = PeerStore("127.0.0.1", instance.port, b"M" * 32)
+    with pytest.raises(ConnectionError, match="another model"):
+        store.count_prefix([key(0)])
+
+
+_HELLO = b"SLIPKV-PEER\x00\x00\x00\x00\x01" + LAYOUT
+
+
+@pytest.mark.parametrize("junk", [b"GET / HTTP/1.1\r\n\r\n" + b"x" * 60, _HELLO + b"\xff" * 8])
+def test_junk_ends_its_own_session_only(instance: Instance, junk: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", instance.port), 5) as connection:
+        connection.sendall(junk)
+        connection.settimeout(5)
+        while connection.recv(1000):
+            pass
+    assert read(PeerStore("127.0.0.1", instance.port, LAYOUT), 1) == page(1)
+
+
+def test_a_peer_that_is_killed_is_an_error_and_quickly() -> None:
+    first = Instance()
+    store = PeerStore("127.0.0.1", first.port, LAYOUT)
+    assert read(store, 0) == page(0)
+    first.kill()
+    began = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"."):
+            read(store, 1)
+    assert time.monotonic() - began < 2
+
+
+def test_a_peer_that_stops_in_the_middle_of_a_page_is_given_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipring.runtime.tiers.peer._TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        store = PeerStore("127.0.0.1", listener.getsockname()[1], LAYOUT)
+        def half() -> None:
+            connection, _ = listener.accept()
+            connection.recv(1000)
+            connection.sendall(b"\x00" * 4)
+            connection.recv(1000)
+            connection.sendall(b"\x01\x00\x00\x00" + b"x" * 1000)
+            time.sleep(2)
+            connection.close()
+
+        thread = threading.Thread(target=half, daemon=True)
+        thread.start()
+        with pytest.raises(TimeoutError):
+            read(store, 0)
