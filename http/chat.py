@@ -80,10 +80,8 @@ async def encode_prompt(model: ServedModel, body: ChatBody, size: int) -> list[i
 
 async def _encode(model: ServedModel, body: ChatBody, use: ToolUse | None, size: int) -> tuple[str, list[int]]:
     tools = None if use is None else use.tools
-    text = await model.engine.text_work(size, conversation.render, model.engine, body, tools)
-    model.check_length(text, "messages")
-    # Templates write the special tokens themselves.
-    return text, await model.engine.encode(text, add_special_tokens=bool(body.add_special_tokens))
+    parts = await model.engine.text_work(size, conversation.render, model.engine, body, tools)
+    return "".join(parts), await model.encode_parts(parts, bool(body.add_special_tokens))
 
 
 def _max_tokens(body: ChatBody) -> int | None:

@@ -6,6 +6,7 @@ Rules where clients differ:
   tool call arguments   that hold a JSON object reach the template as that object, anything else as text; "" is {}
   images, audio, files  are refused before anything would be fetched
   function              OpenAI's former role, is `tool`
+  special tokens        that are written in messages stay text, so that nobody can forge the end of a turn
 """
 
 from __future__ import annotations
@@ -24,21 +25,24 @@ if TYPE_CHECKING:
     from slipring.runtime.engine import Engine
 
 
-def render(engine: Engine, body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | None) -> str:
-    """The prompt's text. Raises ApiError (400), with the template's own sentence when it refuses."""
+def render(engine: Engine, body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | None) -> list[str]:
+    """The prompt's text, in parts that are tokenized one by one (`ChatTemplate.render_parts`).
+
+    Raises ApiError (400), with the template's own sentence when it refuses.
+    """
     messages = _messages(body.messages or [])
     template = engine.chat_template
     if template is None:
         raise bad_request("This model has no chat template; use /v1/completions.", "messages", "no_chat_template")
-    if not template.takes_calls:
-        messages = say_calls(messages)
-    if tools and not template.takes_tools:
-        messages, tools = say_tools(messages, tools), None
     continue_final = bool(body.continue_final_message)
     kwargs = _template_kwargs(body)
     _check_ending(body, messages)
     try:
-        return template.render(
+        if not template.takes_calls:
+            messages = say_calls(messages)
+        if tools and not template.takes_tools:
+            messages, tools = say_tools(messages, tools), None
+        return template.render_parts(
             messages,
             tools=tools or None,
             add_generation_prompt=not continue_final and body.add_generation_prompt is not False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from importlib.metadata import version
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING
 
 from slipring.http.config import ServerConfig
@@ -58,6 +58,16 @@ class ServedModel:
             self.engine.check_length(text)
         except EngineError as error:
             raise from_engine(error, param) from None
+
+    async def encode_parts(self, parts: list[str], add_special_tokens: bool) -> list[int]:
+        """Ids of a rendered conversation (`ChatTemplate.render_parts`). Templates write the special tokens
+        themselves. Raises ApiError (400) when its size alone says that it cannot fit."""
+        self.check_length("".join(parts), "messages")
+        token_ids = await self.engine.encode(parts[0], add_special_tokens)
+        if len(parts) > 1:
+            found = await self.engine.encode_many(parts[1:], add_special_tokens=False)
+            token_ids = [*token_ids, *chain.from_iterable(found)]
+        return token_ids
 
     def check_choices(self, count: int, num_tokens: int = 0) -> None:
         """Raises ApiError (400) for more completions, or prompt tokens, in one request than may ever wait."""

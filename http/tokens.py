@@ -17,13 +17,12 @@ async def tokenize(model: ServedModel, request: ApiRequest) -> ApiResponse:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Give exactly one of `prompt` and `messages`.", "prompt")
     if body.prompt is not None:
-        text, add_special = body.prompt, body.add_special_tokens is not False
+        model.check_length(body.prompt, "prompt")
+        token_ids = await model.engine.encode(body.prompt, body.add_special_tokens is not False)
     else:
         check_definitions(body.tools or [])
-        text = await model.engine.text_work(len(data), conversation.render, model.engine, body, body.tools)
-        add_special = bool(body.add_special_tokens)
-    model.check_length(text, "prompt" if body.messages is None else "messages")
-    token_ids = await model.engine.encode(text, add_special_tokens=add_special)
+        parts = await model.engine.text_work(len(data), conversation.render, model.engine, body, body.tools)
+        token_ids = await model.encode_parts(parts, bool(body.add_special_tokens))
     names = [model.logprobs.text(token_id) for token_id in token_ids] if body.return_token_strs else None
     return ApiResponse.json(
         {

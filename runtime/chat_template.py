@@ -8,7 +8,7 @@ the template's own sentence (HTTP 400).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from jinja2.parser import Parser
 from slipring.runtime.architectures import ModelError
 from slipring.runtime.gguf import GgufFile, read_gguf
 from slipring.runtime.tokenizer import Tokenizer
+from slipring.runtime.written_markers import WrittenMarkers, parts
 from slipring.shm.spec import ModelSpec
 
 RESERVED = frozenset({
@@ -98,8 +99,13 @@ class ChatTemplate:
         bos_token: str | None = None,
         eos_token: str | None = None,
         tool_source: str | None = None,
+        markers: Iterable[str] = (),
     ) -> None:
-        """Raises ModelError when a source is not a Jinja template."""
+        """`markers`: the special tokens, which mean nothing in what is rendered (`render_parts`).
+
+        Raises ModelError when a source is not a Jinja template.
+        """
+        self._written = WrittenMarkers(markers)
         environment = _environment()
         try:
             self._plain = (source, environment.from_string(source))
@@ -152,6 +158,23 @@ class ChatTemplate:
         }
         text = _run(template, context)
         return text if final is None else _cut_at_tag(text, final)
+
+    def render_parts(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> list[str]:
+        """As `render`, in parts to be tokenized one by one: each special token that is written in messages, tools or
+        arguments is cut between two of them. One part when there are none."""
+        found: list[str] = []
+        text = self.render(
+            self._written.hide(list(messages), found),
+            tools=self._written.hide(list(tools), found) if tools else None,
+            **self._written.hide(kwargs, found),
+        )
+        return parts(text, found)
 
 
 def refuse_reserved(arguments: Mapping[str, Any]) -> None:
@@ -218,7 +241,9 @@ def load_chat_template(spec: ModelSpec, tokenizer: Tokenizer, gguf: GgufFile | N
     default = sources.get("default", sources.get("tool_use"))
     if default is None:
         return None
-    return ChatTemplate(default, tokenizer.bos_token, tokenizer.eos_token, sources.get("tool_use"))
+    return ChatTemplate(
+        default, tokenizer.bos_token, tokenizer.eos_token, sources.get("tool_use"), tokenizer.marker_texts()
+    )
 
 
 def _gguf_sources(gguf: GgufFile) -> dict[str, str]:

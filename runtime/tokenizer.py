@@ -12,6 +12,7 @@ Rust as one JSON text instead of through Python lists.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ def _byte_level_alphabet() -> dict[int, int]:
     return {byte: byte for byte in printable} | {0x100 + i: byte for i, byte in enumerate(others)}
 
 
+_MARKER = re.compile("<[|\uff5c].*[|\uff5c]>")
 _ALPHABET = _byte_level_alphabet()
 _ALPHABET_CHARACTERS = frozenset(map(chr, _ALPHABET))
 
@@ -139,6 +141,12 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """The token alone as text; bytes that are no character by themselves show as U+FFFD."""
         return self._shown[token_id].decode("utf-8", "replace")
+
+    def marker_texts(self) -> list[str]:
+        """Texts that become one special token wherever they stand. Some vocabularies do not call all theirs special:
+        what looks like `<|...|>` is taken for one too."""
+        added = self._rust.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special or _MARKER.fullmatch(token.content)]
 
     def token_id(self, text: str) -> int | None:
         """Id of the token whose entry in the vocabulary is `text`."""

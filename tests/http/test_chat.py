@@ -147,7 +147,8 @@ def test_roles() -> None:
         {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "T"}]},
     ]
     text = rendered({"messages": messages})
-    assert "<system>S</system><system>D</system><user>U</user>" in text and "<tool>T</tool>" in text
+    assert "<system>S</system><system>D</system><user>U</user>" in text
+    assert "<user><tool_response>\nT\n</tool_response></user>" in text, "this template knows nothing of tools"
 
 
 @pytest.mark.parametrize("arguments", ['{"path": ', "", '"Oslo"', "[1]", "null", '{"a":1}', None, {"a": 1}])
