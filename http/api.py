@@ -47,7 +47,7 @@ class Api:
         self.engine = engine
 
     def state(self) -> tuple[str, str | None]:
-        """`starting`, `healthy`, `draining` or `dead`, and why."""
+        """`starting`, `healthy`, `unhealthy`, `draining` or `dead`, and why."""
         if self.engine is None:
             return ("draining" if self.draining else "starting"), None
         now = self.engine.health()
@@ -105,7 +105,8 @@ class Api:
             message = f"{request.method[:20]} is not allowed on {request.path[:200]!r}; allowed: {allow}."
             raise ApiError(405, message, code="method_not_allowed", headers={"Allow": allow})
         state, reason = self.state()
-        if route.needs_model and state != "healthy":
+        if route.needs_model and state in ("starting", "draining", "dead"):
+            # An unhealthy engine decides itself what it still takes: requests may wait for the next worker.
             raise not_ready(state, reason)
         if method == "POST":
             _check_content_type(request, route)

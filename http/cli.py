@@ -21,7 +21,7 @@ _ENGINE = (
     "model", "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
     "kv_cache_memory_bytes", "num_gpu_blocks_override", "enable_prefix_caching", "scheduling_policy",
     "async_scheduling", "seed", "cpu_threads", "max_queued_requests", "max_queued_tokens", "worker_module",
-    "debug_integrity", "allow_long_max_model_len",
+    "debug_integrity", "allow_long_max_model_len", "data_parallel_size", "on_fault", "hang_limit_s",
 )  # fmt: skip
 """Flags that are fields of `runtime.config.EngineConfig`."""
 
@@ -76,6 +76,7 @@ def _add_serve(commands: Any) -> None:
     _add_parser_flags(serve.add_argument_group("tools and reasoning"))
     _add_memory_flags(serve.add_argument_group("KV cache"))
     _add_scheduling_flags(serve.add_argument_group("scheduling"))
+    _add_fault_flags(serve.add_argument_group("replicas and faults"))
     # For tests and for debugging; --help need not explain them.
     serve.add_argument("--worker-module", default="slipring.workers.main", help=argparse.SUPPRESS)
     serve.add_argument("--debug-integrity", action="store_true", help=argparse.SUPPRESS)
@@ -183,6 +184,23 @@ def _add_scheduling_flags(group: Any) -> None:
     )
     group.add_argument("--max-queued-requests", type=int, default=4096, metavar="N", help="429 beyond it (%(default)s)")
     group.add_argument("--max-queued-tokens", type=int, default=4_000_000, metavar="N", help="likewise (%(default)s)")
+
+
+def _add_fault_flags(group: Any) -> None:
+    group.add_argument("--data-parallel-size", type=int, default=1, metavar="N", help="replicas (default: %(default)s)")
+    group.add_argument(
+        "--on-fault",
+        default="replay",
+        help="replay: streams go on after a worker's death; abort: they end with an error (default: %(default)s)",
+    )
+    group.add_argument(
+        "--hang-limit",
+        dest="hang_limit_s",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="a step that takes longer means that the worker hangs (default: %(default)g)",
+    )
 
 
 def _add_chat(commands: Any) -> None:

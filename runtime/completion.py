@@ -6,11 +6,16 @@ Owns the detokenizer and the clock readings of one completion. The scheduler's `
 from __future__ import annotations
 
 import logging
+from array import array
+from typing import TYPE_CHECKING
 
 from slipring.runtime.detokenizer import Detokenizer
 from slipring.runtime.metrics import Metrics, Timing
 from slipring.runtime.request import Delta, GenerationRequest, Sink, TokenLogprob
 from slipring.scheduler.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from slipring.runtime.replica import Replica
 
 logger = logging.getLogger(__name__)
 
@@ -19,19 +24,20 @@ class Completion:
     __slots__ = (
         "_include_stop",
         "_metrics",
-        "_n",
         "_own_stop_ids",
         "_sink",
         "arrival",
         "detokenizer",
         "finished",
         "first_token_at",
+        "generation",
         "index",
         "last_token_at",
-        "num_tokens",
+        "replica",
         "request",
         "request_id",
         "scheduled_at",
+        "token_ids",
         "wants_logprobs",
     )
 
@@ -46,17 +52,20 @@ class Completion:
         metrics: Metrics,
     ) -> None:
         self.request_id = generation.request_id
+        self.generation = generation
         self.index = index
         self.request = request
         self.detokenizer = detokenizer
         self.arrival = request.arrival
         self.scheduled_at = self.first_token_at = self.last_token_at = 0.0
-        self.num_tokens = 0
         self.finished = False
+        self.token_ids = array("i")
+        """Every token that was pushed, whether its text is held back or not."""
+        self.replica: Replica | None = None
+        """Who computes it, once that is decided."""
         self.wants_logprobs = request.params.logprobs >= 0
         self._include_stop = generation.include_stop_str_in_output
         self._own_stop_ids = request.stop_token_ids - eos_token_ids
-        self._n = generation.n
         self._sink = sink
         self._metrics = metrics
         request.owner = self
@@ -71,6 +80,7 @@ class Completion:
     ) -> bool:
         """Take one token. True when its text completed a stop string, so that the caller must end the request."""
         self._observe(now)
+        self.token_ids.append(token)
         if stop_token is not None:
             text = self.detokenizer.push(token) if self._include_stop and token in self._own_stop_ids else ""
         else:
@@ -134,17 +144,16 @@ class Completion:
     def _count_end(self, reason: FinishReason, timing: Timing, now: float) -> None:
         metrics, request = self._metrics, self.request
         metrics.finished[reason.value] += 1
-        metrics.requests.observe(timing, now, self.num_tokens)
+        metrics.requests.observe(timing, now, len(self.token_ids))
         metrics.requests.preemptions.observe(request.num_preemptions)
         if self.index == 0:  # these belong to the request, not to each of its completions
             metrics.requests.prompt_tokens.observe(request.num_prompt)
             metrics.requests.max_tokens.observe(request.params.max_tokens)
-            metrics.requests.n.observe(self._n)
+            metrics.requests.n.observe(self.generation.n)
 
     def _observe(self, now: float) -> None:
         metrics = self._metrics
         metrics.generation_tokens += 1
-        self.num_tokens += 1
         if self.last_token_at:
             metrics.itl_s.observe(now - self.last_token_at)
         else:

@@ -19,6 +19,7 @@ from slipring.shm.table import TableShape
 DTYPES = {"auto": "auto", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 """As given, and what it means."""
 POLICIES = ("fcfs", "priority")
+ON_FAULT = ("replay", "abort")
 
 
 class ConfigError(ValueError):
@@ -55,6 +56,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     worker_startup_timeout_s: float = 600.0
     worker_module: str = "slipring.workers.main"
     """What the supervisor spawns (tests put a scripted worker here)."""
+    data_parallel_size: int = 1
+    """Replicas, each with its own worker, scheduler and KV pool."""
+    on_fault: str = "replay"
+    """`replay`: open streams go on after a worker's death. `abort`: they end at once, with an error."""
+    hang_limit_s: float = 30.0
+    """A step that takes longer than this, and than ten times what was predicted, means that the worker hangs."""
+    engine_recovery_timeout_sec: float = 120.0
+    """A replica that is not healthy again so long after a fault is dead."""
+    auto_recovery: bool = True
+    """False: after a fault a replica waits for a command."""
     debug_integrity: bool = False
     """Recount every block and row from first principles whenever the engine falls idle."""
 
@@ -68,10 +79,16 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     max_num_batched_tokens: int
     kv_cache_bytes: int
+    """Of one replica."""
     num_threads: int
+    """Of one replica's worker."""
     pipeline_depth: int
     num_rows: int
     max_draft: int = 0
+    rank: int = 0
+    """The replica that this is for."""
+    num_blocks: int | None = None
+    """Of a replica's KV pool; None until it was told, or its first worker has said."""
 
     @property
     def itl_target_s(self) -> float:
@@ -94,10 +111,11 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     def table_shape(self) -> TableShape:
         return TableShape(self.num_rows, self.max_model_len, self.user.block_size)
 
-    def scheduler(self, num_blocks: int) -> SchedulerConfig:
-        """The scheduler's own config, once the worker has said how many blocks its pool holds."""
+    def scheduler(self) -> SchedulerConfig:
+        """The scheduler's own config, once it is known how many blocks the pool holds."""
+        assert self.num_blocks is not None
         return SchedulerConfig(
-            num_blocks=num_blocks,
+            num_blocks=self.num_blocks,
             block_size=self.user.block_size,
             max_num_seqs=self.user.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -120,15 +138,17 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         max_model_len=max_model_len,
         max_num_batched_tokens=config.max_num_batched_tokens or max(512, config.max_num_seqs),
         kv_cache_bytes=_kv_cache_bytes(config),
-        num_threads=config.cpu_threads or available_cpus(),
+        num_threads=config.cpu_threads or max(1, available_cpus() // config.data_parallel_size),
         pipeline_depth=2 if config.async_scheduling else 1,
         num_rows=config.max_num_seqs + max(8, config.max_num_seqs // 4),
+        num_blocks=config.num_gpu_blocks_override,
     )
 
 
 def _check(config: EngineConfig) -> None:
     _one_of("--dtype", config.dtype, tuple(DTYPES))
     _one_of("--scheduling-policy", config.scheduling_policy, POLICIES)
+    _one_of("--on-fault", config.on_fault, ON_FAULT)
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
         raise ConfigError(f"--device must be auto, cpu or cuda:N; got {config.device!r}")
     for flag, value, least in (
@@ -141,6 +161,9 @@ def _check(config: EngineConfig) -> None:
         ("--max-queued-requests", config.max_queued_requests, 1),
         ("--max-queued-tokens", config.max_queued_tokens, 1),
         ("--seed", config.seed, 0),
+        ("--data-parallel-size", config.data_parallel_size, 1),
+        ("--hang-limit", config.hang_limit_s, 0.05),
+        ("engine_recovery_timeout_sec", config.engine_recovery_timeout_sec, 0.1),
     ):
         if value is not None and value < least:
             raise ConfigError(f"{flag} must be at least {least}, got {value}")
@@ -180,12 +203,12 @@ def _dtype(config: EngineConfig) -> str:
 
 
 def _kv_cache_bytes(config: EngineConfig) -> int:
-    """As asked; else 40 % of the memory that is free to us, at most 4 GiB, or on a GPU 0: the worker measures."""
+    """As asked; else of 40 % of the free memory, at most 4 GiB, the replica's share, or on a GPU 0: it measures."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
     if config.device.startswith("cuda"):
         return 0
-    return min(4 << 30, available_bytes() * 2 // 5)
+    return min(4 << 30, available_bytes() * 2 // 5) // config.data_parallel_size
 
 
 def available_cpus() -> int:

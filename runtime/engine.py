@@ -26,7 +26,8 @@ from slipring.runtime.garbage import IdleCollector
 from slipring.runtime.grammar import GrammarCompiler, GrammarSpec
 from slipring.runtime.metrics import Metrics, Stats
 from slipring.runtime.model import ModelError, open_model
-from slipring.runtime.replica import Replica, ReplicaDeadError, ReplicaState
+from slipring.runtime.replica import Replica, ReplicaDeadError
+from slipring.runtime.replicas import Replicas, Unavailable
 from slipring.runtime.request import (
     ContextLengthError,
     EngineDeadError,
@@ -60,6 +61,8 @@ T = TypeVar("T")
 class HealthState(Enum):
     STARTING = "starting"
     HEALTHY = "healthy"
+    UNHEALTHY = "unhealthy"
+    """No replica serves now, but one may again."""
     DRAINING = "draining"
     DEAD = "dead"
 
@@ -115,12 +118,12 @@ class Engine:
         self._text_pool = ThreadPoolExecutor(_TEXT_THREADS, thread_name_prefix="slipring-text")
         self._grammars = GrammarCompiler(self.spec)
         self._seeds = secrets.SystemRandom() if config.seed == 0 else np.random.default_rng(config.seed)
-        self._replica: Replica
+        self._replicas: Replicas
 
     # --- life ---------------------------------------------------------------------------------------------------
 
     async def start(self, on_event: Callable[[StartupEvent], None] | None = None) -> None:
-        """Spawn the worker and wait until it can serve. Raises StartupError; nothing is left running then."""
+        """Spawn the workers and wait until all can serve. Raises StartupError; nothing is left running then."""
         tell = on_event or (lambda event: None)
         began = time.monotonic()
 
@@ -128,25 +131,26 @@ class Engine:
             tell(StartupEvent(phase="load weights", done=progress.done, total=progress.total))
 
         try:
-            self._replica = Replica(self.config, self.spec, on_progress, self._on_dead)
+            self._replicas = Replicas(self.config, self.spec, self._on_state, on_progress, self._fail_requests)
         except OSError as error:
             raise StartupError(f"no shared memory for rings and batch table: {error}. {_SHM_FIX}") from error
-        starting = asyncio.ensure_future(self._replica.start(self.config.user.worker_startup_timeout_s))
+        starting = asyncio.ensure_future(self._replicas.start(self.config.user.worker_startup_timeout_s))
         try:
-            await asyncio.sleep(0)  # the worker is on its way while the tokenizer is built
+            await asyncio.sleep(0)  # the workers are on their way while the tokenizer is built
             self.tokenizer, self.chat_template = await asyncio.to_thread(self._load_text)
             tell(StartupEvent(phase="tokenizer", seconds=time.monotonic() - began, final=True))
             ready = await starting
-            for phase, seconds in ready.phase_seconds.items():
+            for phase in ready[0].phase_seconds:
+                seconds = max(each.phase_seconds.get(phase, 0.0) for each in ready)
                 tell(StartupEvent(phase=phase, seconds=seconds, final=True))
-            self._fit_context(ready, tell)
+            self._fit_context(min(ready, key=lambda each: each.num_blocks), tell)
         except (ReplicaDeadError, ModelError, ConfigError, OSError) as error:
             explained = isinstance(error, ReplicaDeadError) and error.explained
-            last = "" if explained else "\n".join(self._replica.worker.last_lines)
+            last = "" if explained else "\n".join(self._replicas.last_lines)
             raise StartupError(f"{error}\n{last}".rstrip()) from error
         finally:
-            if self._replica.state is not ReplicaState.SERVING:
-                self._replica.close()
+            if not self._replicas.any_healthy:
+                self._replicas.close()
                 starting.cancel()
                 await asyncio.gather(starting, return_exceptions=True)
         self._state = HealthState.HEALTHY
@@ -174,8 +178,9 @@ class Engine:
                 )
             )
         self.max_model_len = min(self.max_model_len, capacity)
-        self.config = msgspec.structs.replace(self.config, max_model_len=self.max_model_len)
-        self._replica.begin(self.config, ready.num_blocks)
+        changes = {"max_model_len": self.max_model_len, "num_blocks": ready.num_blocks}
+        self.config = msgspec.structs.replace(self.config, **changes)
+        self._replicas.begin(self.config)
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new work and let what is live finish; after `timeout_s` the rest ends with an error."""
@@ -188,12 +193,12 @@ class Engine:
             self._end_all("the server is shutting down")
 
     async def stop(self) -> None:
-        """End the worker and give everything back. Idempotent."""
+        """End the workers and give everything back. Idempotent."""
         if self._state is not HealthState.DEAD:
             self._state = HealthState.DRAINING
             self._end_all("the server is shutting down")
-        if hasattr(self, "_replica"):
-            await self._replica.shut_down(timeout_s=2.0)
+        if hasattr(self, "_replicas"):
+            await self._replicas.shut_down(timeout_s=2.0)
         self._text_pool.shutdown(wait=False, cancel_futures=True)
         self._grammars.close()
 
@@ -204,16 +209,19 @@ class Engine:
 
     def collect_when_idle(self) -> None:
         """Run the garbage collector in idle moments only. For processes that do nothing but serve."""
-        self._replica.collector = IdleCollector()
+        collector = IdleCollector()
+        for replica in self._replicas:
+            replica.set_collector(collector)
 
     @property
     def worker_last_lines(self) -> list[str]:
-        """What the worker last wrote."""
-        return list(self._replica.worker.last_lines)
+        """What the worker of a broken replica, or of the first one, has written last."""
+        return self._replicas.last_lines
 
     @property
     def worker_pids(self) -> list[int]:
-        return [self._replica.worker.pid]
+        """By rank."""
+        return [replica.worker_pid for replica in self._replicas]
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -224,6 +232,7 @@ class Engine:
         """
         if self._state is not HealthState.HEALTHY:
             raise EngineDeadError(self._dead_reason or f"the engine is {self._state.value}")
+        self._choose([], generation)  # that there is one; which one, its prefixes will tell
         prompt = self._check(generation)
         completions = self._make_completions(generation, prompt, sink)
         self._live[generation.request_id] = completions
@@ -245,7 +254,7 @@ class Engine:
             if not completion.finished:
                 completion.finished = True
                 self._metrics.finished[FinishReason.ABORT.value] += 1
-                self._replica.abort(completion.request)
+                self._drop(completion)
         self._forget(completions)
         return True
 
@@ -263,15 +272,14 @@ class Engine:
     def pause(self, freeze: bool = False) -> None:
         """Take requests but start none; with `freeze` those that are running stop where they are, too."""
         self.paused = True
-        self._replica.scheduler.frozen = freeze
+        self._replicas.freeze(freeze)
 
     def resume(self) -> None:
         self.paused = False
-        self._replica.scheduler.frozen = False
+        self._replicas.freeze(False)
         held, self._held = self._held, []
         for requests in held:
             self._enqueue(requests)
-        self._replica.wake()
 
     async def wait_paused(self) -> None:
         """Until nothing runs any more, or somebody has resumed."""
@@ -285,7 +293,11 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget what free blocks hold. Live requests keep theirs."""
-        self._replica.scheduler.pool.forget_all()
+        self._replicas.forget_prefixes()
+
+    def _drop(self, completion: Completion) -> None:
+        if completion.replica is not None:
+            completion.replica.abort(completion.request)
 
     def check_length(self, text: str) -> None:
         """Refuse a text whose size alone says that it cannot fit. Raises ContextLengthError."""
@@ -323,31 +335,36 @@ class Engine:
         return self._seeds.getrandbits(63)
 
     def health(self) -> Health:
+        if self._state is HealthState.HEALTHY and not self._replicas.any_healthy:
+            return Health(HealthState.UNHEALTHY, self._replicas.reason)
         return Health(self._state, self._dead_reason)
 
     def stats(self) -> Stats:
         metrics = self._metrics
-        scheduler = self._replica.scheduler
-        pool, counters = scheduler.pool, scheduler.counters
+        loads = [replica.load for replica in self._replicas]
+        pools = [replica.scheduler.pool for replica in self._replicas if replica.scheduler is not None]
+        counters = [replica.counters for replica in self._replicas]
+        num_blocks = sum(pool.num_blocks for pool in pools)
+        num_free = sum(pool.num_free for pool in pools)
         return Stats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            kv_cache_usage=1.0 - pool.num_free / pool.num_blocks,
-            num_blocks=pool.num_blocks,
-            num_free_blocks=pool.num_free,
-            num_cached_blocks=pool.num_cached,
-            prefix_cache_queries=counters.prefix_queries,
-            prefix_cache_hits=counters.prefix_hits,
+            num_running=sum(running for running, _ in loads),
+            num_waiting=sum(waiting for _, waiting in loads),
+            kv_cache_usage=1.0 - num_free / num_blocks if num_blocks else 0.0,
+            num_blocks=num_blocks,
+            num_free_blocks=num_free,
+            num_cached_blocks=sum(pool.num_cached for pool in pools),
+            prefix_cache_queries=sum(each.prefix_queries for each in counters),
+            prefix_cache_hits=sum(each.prefix_hits for each in counters),
             prompt_tokens=metrics.prompt_tokens,
             generation_tokens=metrics.generation_tokens,
-            num_preemptions=counters.num_preemptions,
-            num_steps=counters.num_steps,
+            num_preemptions=sum(each.num_preemptions for each in counters),
+            num_steps=sum(each.num_steps for each in counters),
             num_rejected=metrics.rejected,
             finished=metrics.finished.copy(),
             ttft_s=metrics.ttft_s.copy(),
             itl_s=metrics.itl_s.copy(),
             requests=metrics.requests.copy(),
-            cache_config=self._cache_config(pool.num_blocks),
+            cache_config=self._cache_config(num_blocks),
         )
 
     def _cache_config(self, num_blocks: int) -> dict[str, str]:
@@ -382,8 +399,9 @@ class Engine:
 
     def _check_queue(self, n: int, num_tokens: int) -> None:
         """Bounded in requests and in tokens; a lone request always passes."""
-        user, scheduler = self.config.user, self._replica.scheduler
-        waiting, tokens = scheduler.num_waiting + len(self._held), scheduler.waiting.num_tokens + self._num_hashing
+        user = self.config.user
+        waiting = sum(replica.load[1] for replica in self._replicas) + len(self._held)
+        tokens = sum(replica.num_waiting_tokens for replica in self._replicas) + self._num_hashing
         if tokens and (waiting + n > user.max_queued_requests or tokens + n * num_tokens > user.max_queued_tokens):
             self._metrics.rejected += 1
             raise QueueFullError(
@@ -428,10 +446,31 @@ class Engine:
             asyncio.get_running_loop().call_soon(self._enqueue, requests)
             return
         self._num_hashing -= first.num_prompt * len(requests)
-        for request in requests:
-            if request.owner is not None and not request.owner.finished:
-                request.block_hashes = first.block_hashes.copy()
-                self._replica.add(request)
+        live = [request for request in requests if request.owner is not None and not request.owner.finished]
+        if not live:
+            return
+        try:
+            replica = self._choose(first.block_hashes, live[0].owner.generation)
+        except EngineDeadError as error:  # since the submission
+            self._fail_requests(live, str(error))
+            return
+        for request in live:
+            request.block_hashes = first.block_hashes.copy()
+            request.owner.replica = replica
+            replica.add(request)
+
+    def _choose(self, hashes: list[bytes], generation: GenerationRequest) -> Replica:
+        """Raises InvalidRequestError or EngineDeadError."""
+        rank = generation.data_parallel_rank
+        if rank is not None and not 0 <= rank < len(self._replicas):
+            raise InvalidRequestError(
+                f"data_parallel_rank {rank} is out of range: there are {len(self._replicas)} ranks, from 0",
+                "X-data-parallel-rank",
+            )
+        try:
+            return self._replicas.choose(hashes, rank, generation.session)
+        except Unavailable as error:
+            raise EngineDeadError(str(error)) from None
 
     def _deliver(self, request_id: str, sink: Sink, delta) -> None:
         if delta.finish_reason is not None:
@@ -450,14 +489,18 @@ class Engine:
 
     # --- faults -------------------------------------------------------------------------------------------------
 
-    def _on_dead(self, reason: str) -> None:
-        """Everybody who waits is told at once; nothing new is taken."""
-        self._state = HealthState.DEAD
-        self._dead_reason = reason
-        try:
-            self._end_all(reason)
-        finally:
+    def _on_state(self, replica: Replica) -> None:
+        """A replica's state has changed; nothing has been done about it yet."""
+        if self._replicas.all_over and self._state is not HealthState.DEAD:
+            self._state = HealthState.DEAD
+            self._dead_reason = replica.fault.reason if replica.fault else f"replica {replica.rank} was removed"
             self._died.set()
+
+    def _fail_requests(self, requests: list[Request], reason: str) -> None:
+        now = time.monotonic()
+        for request in requests:
+            if request.owner is not None:
+                request.owner.finish(FinishReason.ERROR, now, error=reason)
 
     def _end_all(self, reason: str) -> None:
         for completions in list(self._live.values()):
@@ -466,7 +509,7 @@ class Engine:
 
     def _end(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
         if not completion.finished:
-            self._replica.abort(completion.request)
+            self._drop(completion)
             completion.finish(reason, time.monotonic(), error=error)
 
 

@@ -31,7 +31,8 @@ class Pacer:
         self.num_context = 0
         """Attended positions of the newest step."""
 
-    def published(self, step: Step, now: float) -> None:
+    def published(self, step: Step, now: float) -> float:
+        """A step went out; returns its predicted duration in seconds, 0 while nothing is known."""
         num, num_rows = step.num_decode, step.num_rows
         view: StepInputView = step.view
         self.num_context = int(view.start[:num_rows].sum()) + num
@@ -40,6 +41,7 @@ class Pacer:
             self._began_at = self._ends_at = now
         self._in_flight.append((num, step.num_chunk_tokens, self.num_context, predicted))
         self._ends_at += predicted
+        return predicted
 
     def returned(self, now: float) -> None:
         """The oldest step is back: learn what it cost, and correct the predictions by how wrong this one was."""

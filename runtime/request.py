@@ -50,6 +50,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Lower is sooner, with `--scheduling-policy priority`."""
     grammar: Grammar | None = None
     """What the output must match, from `Engine.compile_grammar`."""
+    data_parallel_rank: int | None = None
+    """The replica that must take it; None: the router chooses."""
+    session: str | None = None
+    """Requests of a session would like the same replica; a hint."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

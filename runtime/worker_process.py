@@ -20,6 +20,16 @@ from slipring.shm.segment import memfd
 from slipring.shm.spec import WorkerConfig
 
 _LAST_LINES = 40
+_REAP_S = 5.0
+_CAUSES = {
+    "SIGKILL": "out of memory? the kernel's log says more",
+    "SIGILL": "an instruction that this CPU lacks: was a library built for another one?",
+    "SIGSEGV": "a bug in a native library or a driver",
+    "SIGBUS": "shared memory or a file that was cut short, or broken memory",
+    "SIGABRT": "a native library gave up; its words are in the lines below",
+    "SIGFPE": "a bug in a native library",
+}
+"""Signal -> what most often lies behind it."""
 
 
 class WorkerProcess:
@@ -96,10 +106,11 @@ class WorkerProcess:
             self._process.kill()
 
     def close(self) -> None:
-        """Kill and reap without telling anybody. Idempotent."""
+        """Kill and reap without telling anybody, or leave what cannot be reaped to the kernel. Idempotent."""
         if self._process is not None:
             self.kill()
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_REAP_S)
         self._release()
 
     def describe_exit(self, status: int) -> str:
@@ -107,8 +118,7 @@ class WorkerProcess:
         if status >= 0:
             return f"exited with status {status}"
         name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-        hint = " (out of memory? see the kernel's log)" if name == "SIGKILL" else ""
-        return f"was killed by {name}{hint}"
+        return f"was killed by {name}" + (f" ({cause})" if (cause := _CAUSES.get(name)) else "")
 
     def _reap(self) -> None:
         assert self._process is not None

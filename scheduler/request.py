@@ -2,7 +2,7 @@
 
     WAITING ──admit──▶ RUNNING ──end──▶ FINISHED
        ▲                  │
-       └────preempt───────┘            abort: from WAITING or RUNNING to FINISHED
+       └─preempt, restart─┘            abort: from WAITING or RUNNING to FINISHED
 
 While a request runs, its tokens and counts live in columns indexed by its row (`scheduler.py`); `token_ids` is
 brought up to date when the row ends.
@@ -56,7 +56,7 @@ _NO_LIMITS = TierLimits()
 
 
 class Request:
-    """Made at submit, where its prompt is hashed, then owned by one scheduler."""
+    """Made at submit, where its prompt is hashed, then owned by one scheduler at a time."""
 
     __slots__ = (
         "arrival",
@@ -64,9 +64,11 @@ class Request:
         "key",
         "leader",
         "limit",
+        "num_admissions",
         "num_cached_tokens",
         "num_preemptions",
         "num_prompt",
+        "num_shared_blocks",
         "owner",
         "params",
         "priority",
@@ -106,16 +108,29 @@ class Request:
         self.key: tuple[float, int] = (0.0, 0)
         """Sorts requests by urgency, lowest first; set when the scheduler takes the request."""
         self.leader = leader
+        self.num_shared_blocks: int | None = None
+        """Leading blocks that it takes from its leader; None: all whole blocks of the prompt, which is the same."""
         self.owner = owner
         self.tier_limits = tier_limits
         self.row = -1
         self.status = RequestStatus.WAITING
         self.num_cached_tokens = 0
         """Tokens taken from the prefix cache at the first admission."""
+        self.num_admissions = 0
         self.num_preemptions = 0
+        """Since it was last made ready for a scheduler."""
         self.root = chain_root(cache_salt)
         self.block_hashes: list[bytes] = []
         """Hashes of the leading full blocks, as far as they have been computed."""
+
+    def restart(self, token_ids: NDArray[np.int32], block_size: int) -> None:
+        """Make it ready for another scheduler, with these known tokens; the old one is gone, rows and blocks too."""
+        self.token_ids = token_ids
+        self.status = RequestStatus.WAITING
+        self.row = -1
+        self.leader = self.num_shared_blocks = None
+        self.num_preemptions = 0
+        del self.block_hashes[len(token_ids) // block_size :]
 
     def hash_prompt(self, block_size: int, most: int | None = None) -> bool:
         """Compute the hashes of the prompt's full blocks, at most `most` more; whether all are there now."""

@@ -63,8 +63,9 @@ class Scheduler:
         table: BatchTable,
         vocab_size: int,
         make_offload: Callable[[BlockPool], OffloadPort] = NullOffload,
+        counters: Counters | None = None,
     ) -> None:
-        """`make_offload` gets the pool that the tiers load into and store from."""
+        """`make_offload` gets the pool that the tiers load into and store from; `counters` go on."""
         self.config = config
         self.table = table
         self.pool = BlockPool(config.num_blocks)
@@ -72,7 +73,7 @@ class Scheduler:
         self.rows = RowAllocator(table.generation)
         self.waiting = WaitingQueue(config.policy, config.priority_age_s)
         self.decode = DecodeRows(config.max_num_seqs, config.num_rows)
-        self.counters = Counters()
+        self.counters = counters or Counters()
         self.mixed_chunk = config.max_mixed_chunk
         """Most prompt tokens beside decode rows; the loop lowers it to hold an inter-token-latency target."""
         self.frozen = False
@@ -121,6 +122,17 @@ class Scheduler:
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    def requests_in_flight(self) -> list[Request]:
+        """Those that the steps in flight are computing, each once."""
+        found: dict[int, Request] = {}
+        for step in self._in_flight:
+            rows, generations = step.view.rows[: step.num_rows], step.view.generation[: step.num_rows]
+            for row, generation in zip(rows.tolist(), generations.tolist(), strict=True):
+                request = self._live.request_of[row]
+                if request is not None and self.table.generation[row] == generation:
+                    found[row] = request
+        return list(found.values())
 
     @property
     def has_work(self) -> bool:
@@ -292,8 +304,10 @@ class Scheduler:
             return False
         if leader.status is not RequestStatus.RUNNING:
             return leader.status is RequestStatus.WAITING and leader.num_preemptions == 0
-        # Only full blocks strictly below the prompt's end can be shared.
-        whole = (request.num_prompt - 1) // self.config.block_size
+        whole = request.num_shared_blocks
+        if whole is None:
+            # Only full blocks strictly below the prompt's end can be shared.
+            whole = (request.num_prompt - 1) // self.config.block_size
         return bool(self._live.num_indexed[leader.row] < whole)
 
     def _admit(self, request: Request) -> bool:
@@ -327,7 +341,8 @@ class Scheduler:
         return True
 
     def _count_hits(self, request: Request, num_cached: int) -> None:
-        if request.num_preemptions == 0 and self.config.enable_prefix_caching:
+        request.num_admissions += 1
+        if request.num_admissions == 1 and self.config.enable_prefix_caching:
             request.num_cached_tokens = num_cached
             self.counters.prefix_queries += request.num_prompt
             self.counters.prefix_hits += num_cached

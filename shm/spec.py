@@ -96,6 +96,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelSpec
     rank: int
     parent_pid: int
+    epoch: int = 1
+    """Counts this rank's workers: a group that spans workers is made anew in each."""
     device: str
     """`cpu` or `cuda:N`."""
     dtype: str

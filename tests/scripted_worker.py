@@ -5,6 +5,7 @@ It draws tokens as `SimulatedDevice` does. The environment variable SCRIPT (JSON
     step_s       seconds that each step takes
     crash_at     step at which it kills itself
     raise_at     step at which it reports an error and exits
+    exit_at_step step at which it exits with status 9, after a line on stderr
     never_ready  it never says that it is ready
     exit_at_start  exit status, right after a line on stderr
 """
@@ -57,6 +58,9 @@ def serve(link: Link, device: SimulatedDevice, script: dict) -> None:
         link.beat(Phase.RUNNING)
         if step.step_id == script.get("crash_at"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if step.step_id == script.get("exit_at_step"):
+            print("the scripted worker gives up", file=sys.stderr, flush=True)
+            os._exit(9)
         if step.step_id == script.get("raise_at"):
             raise RuntimeError("scripted fault")
         time.sleep(script.get("step_s", 0))

@@ -1,4 +1,7 @@
-"""kill -9 of worker, engine, or both, in the middle of 16 streams of the real model; and clients that go away."""
+"""kill -9 of engine, or engine and worker, in the middle of 16 streams of the real model; and clients that go away.
+
+What happens to streams whose worker dies is `test_recovery.py`'s.
+"""
 
 from __future__ import annotations
 
@@ -57,25 +60,19 @@ def gone_within(seconds: float, pids: list[int]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("victims", ["worker", "engine", "both"])
+@pytest.mark.parametrize("victims", ["engine", "both"])
 def test_kill_nine_leaves_nothing(victims: str) -> None:
     before = set(os.listdir("/dev/shm"))
     with Server() as server:
-        readers = sixteen_streams(server)
+        sixteen_streams(server)
         engine, workers = server.process.pid, server.worker_pids
         assert len(workers) == 1
-        for pid in {"worker": workers, "engine": [engine], "both": [*workers, engine]}[victims]:
+        for pid in {"engine": [engine], "both": [*workers, engine]}[victims]:
             os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
-        if victims == "worker":
-            while server.health() != 503:
-                assert time.monotonic() - killed < 1, "/health says 503 within a second"
-            for reader in readers:
-                reader.join(1)
-                assert '"error"' in reader.lines[-1], "every stream ends with an error frame"
         # The engine is our own child: reap it, or it stays a zombie.
         status = server.process.wait(2 - (time.monotonic() - killed))
-        assert status == (1 if victims == "worker" else -signal.SIGKILL)
+        assert status == -signal.SIGKILL
         assert gone_within(2 - (time.monotonic() - killed), workers)
         assert set(os.listdir("/dev/shm")) == before
 

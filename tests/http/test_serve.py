@@ -227,34 +227,49 @@ def test_a_second_ctrl_c_exits_at_once_and_takes_the_worker_along() -> None:
         worker.wait(2)
 
 
-def test_a_killed_worker_ends_every_stream_then_the_server() -> None:
-    async def main(process: Process) -> float:
-        # Fresh connections: the broken streams close theirs, and a client may try one that is just going.
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as client:
+def test_streams_outlive_a_killed_worker() -> None:
+    async def main(process: Process) -> None:
+        body = {**BODY, "max_tokens": 200, "seed": 5}
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+            undisturbed = events(await stream(client, process.url, asyncio.Event(), body))
             begun = [asyncio.Event() for _ in range(16)]
-            answers = [asyncio.ensure_future(stream(client, process.url, event)) for event in begun]
+            answers = [asyncio.ensure_future(stream(client, process.url, event, body)) for event in begun]
             await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun)), 20)
-            _, writer = await asyncio.open_connection("127.0.0.1", process.port)  # one that stays open
             killed = time.monotonic()
             process.worker().kill()
-            for data in await asyncio.wait_for(asyncio.gather(*answers), 1):
+            while (await health(client, process.url))[0] == 200:
+                assert time.monotonic() - killed < 1
+            status, body = await health(client, process.url)
+            assert status == 200 or (body["status"] == "unhealthy" and "SIGKILL" in body["reason"])
+            for data in await asyncio.wait_for(asyncio.gather(*answers), 20):
                 found = events(data)
-                assert found[-1]["error"]["message"] and "[DONE]" not in found
-                assert not any(e["choices"][0]["finish_reason"] for e in found[:-1])
+                assert found[-1] == "[DONE]" and text(found) == text(undisturbed)
+            assert (await health(client, process.url))[0] == 200
+
+    with started(script={"step_s": 0.01}) as process:
+        asyncio.run(main(process))
+
+
+def text(found: list[Any]) -> str:
+    return "".join(event["choices"][0]["delta"].get("content") or "" for event in found[:-1] if event["choices"])
+
+
+def test_a_worker_that_dies_again_and_again_ends_the_server() -> None:
+    async def main(process: Process) -> None:
+        async with aiohttp.ClientSession() as client:
+            answers = [stream(client, process.url, asyncio.Event()) for _ in range(4)]
+            for data in await asyncio.wait_for(asyncio.gather(*answers), 60):
+                assert events(data)[-1]["error"]["message"]
             status, body = await health(client, process.url)
             assert status == 503 and body["status"] == "dead" and body["reason"]
             async with client.post(f"{process.url}/v1/chat/completions", json=BODY) as response:
                 assert response.status == 503
-            assert time.monotonic() - killed < 1
-            await asyncio.to_thread(process.popen.wait, 5)
-            writer.close()
-            return time.monotonic() - killed
 
-    with started(script={"step_s": 0.01}) as process:
-        seconds = asyncio.run(main(process))
+    with started(script={"exit_at_step": 0}) as process:
+        asyncio.run(main(process))
         status, _, err = process.finish()
-    assert status == 1 and "worker" in err.splitlines()[0] and "Traceback" not in err
-    assert seconds < 2
+    assert status == 1 and "Traceback" not in err
+    assert "worker" in err and "exited with status 9" in err and "the scripted worker gives up" in err.splitlines()[-1]
 
 
 def test_a_killed_server_leaves_no_worker() -> None:

@@ -1,0 +1,33 @@
+"""Requests whose epoch has ended, made ready for another: what is known of them, and who computes what they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipring.scheduler.request import Request
+
+
+def known_tokens(request: Request) -> NDArray[np.int32]:
+    """The prompt and the tokens that its client has been given, whatever a scheduler may have known besides."""
+    prompt = request.token_ids[: request.num_prompt]
+    outputs = request.owner.token_ids if request.owner is not None else ()
+    return np.concatenate([prompt, np.asarray(outputs, np.int32)]) if len(outputs) else prompt
+
+
+def share_prefixes(requests: Sequence[Request], block_size: int) -> None:
+    """Let each request wait for an earlier one that has the same longest prefix, so that it is computed once.
+
+    `requests` stand in the order in which they will be admitted.
+    """
+    first_with: dict[bytes, Request] = {}
+    for request in requests:
+        hashes = request.block_hashes[: (len(request.token_ids) - 1) // block_size]
+        for depth in range(len(hashes), 0, -1):
+            if (leader := first_with.get(hashes[depth - 1])) is not None:
+                request.leader, request.num_shared_blocks = leader, depth
+                break
+        for block_hash in hashes:
+            first_with.setdefault(block_hash, request)

@@ -1,0 +1,157 @@
+"""`Replicas`: all replicas of an engine on its one loop. Starts them, finds a place for each request, sums them up.
+
+A request stays with its replica through faults and recoveries. Only when a replica gives requests up (it is dead or
+was removed) do they move to another one; where there is none, or the engine was told to abort, they end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from slipring.runtime.config import ResolvedConfig
+from slipring.runtime.replica import Replica
+from slipring.runtime.router import Candidate, Router
+from slipring.runtime.supervisor import SERVING, State
+from slipring.scheduler.request import Request
+from slipring.shm import wire
+from slipring.shm.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+_OVER = (State.DEAD, State.REMOVED)
+_COMING_BACK = (State.UNHEALTHY, State.RECOVERING)
+
+
+class Unavailable(Exception):
+    """No replica can take the request; the message says why."""
+
+
+class Replicas:
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        spec: ModelSpec,
+        on_state: Callable[[Replica], None],
+        on_progress: Callable[[wire.Progress], None],
+        fail: Callable[[list[Request], str], None],
+    ) -> None:
+        """Raises OSError when shared memory is short; then nothing is left of it."""
+        self._config = config
+        self._tell_state = on_state
+        self._tell_progress = on_progress
+        self._fail = fail
+        self._router = Router(slack=max(8, config.user.max_num_seqs // 4))
+        self._all: list[Replica] = []
+        try:
+            for rank in range(config.user.data_parallel_size):
+                self._all.append(Replica(msgspec.structs.replace(config, rank=rank), spec, self))
+        except OSError:
+            self.close()
+            raise
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __getitem__(self, rank: int) -> Replica:
+        return self._all[rank]
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    async def start(self, timeout_s: float) -> list[wire.Ready]:
+        """Spawn every worker; returns when all are ready. Raises ReplicaDeadError for the first that is not."""
+        starting = [asyncio.ensure_future(replica.start(timeout_s)) for replica in self._all]
+        try:
+            return await asyncio.gather(*starting)
+        finally:
+            for start in starting:
+                start.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+
+    def begin(self, config: ResolvedConfig) -> None:
+        """Accept requests. Raises ReplicaDeadError when one has died in the meantime."""
+        for replica in self._all:
+            replica.begin(msgspec.structs.replace(config, rank=replica.rank))
+
+    async def shut_down(self, timeout_s: float) -> None:
+        await asyncio.gather(*(replica.shut_down(timeout_s) for replica in self._all))
+
+    def close(self) -> None:
+        for replica in self._all:
+            replica.close()
+
+    @property
+    def last_lines(self) -> list[str]:
+        """What the worker of the first replica that is not well has written last."""
+        worst = next((replica for replica in self._all if replica.state is not State.HEALTHY), self._all[0])
+        return list(worst.last_lines)
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def choose(self, hashes: list[bytes], pinned: int | None, session: str | None) -> Replica:
+        """The replica that takes a request. Raises Unavailable."""
+        open_to = [replica for replica in self._all if replica.state is State.HEALTHY]
+        if not open_to and self._config.user.on_fault == "replay" and self._config.user.auto_recovery:
+            open_to = [replica for replica in self._all if replica.state in _COMING_BACK]
+        if pinned is not None:
+            open_to = [replica for replica in open_to if replica.rank == pinned]
+            if not open_to:
+                state = self._all[pinned].state.value
+                raise Unavailable(f"data-parallel rank {pinned} takes no requests now: it is {state}")
+        if not open_to:
+            raise Unavailable(self.reason or "no replica takes requests now")
+        if len(open_to) == 1:
+            return open_to[0]
+        candidates = [Candidate(each.rank, *each.load, each.num_matching(hashes)) for each in open_to]
+        return self._all[self._router.choose(candidates, session)]
+
+    def freeze(self, frozen: bool) -> None:
+        """Whether running requests stop where they are."""
+        for replica in self._all:
+            replica.freeze(frozen)
+
+    def forget_prefixes(self) -> None:
+        """Forget what free blocks hold. Live requests keep theirs."""
+        for replica in self._all:
+            if replica.scheduler is not None:
+                replica.scheduler.pool.forget_all()
+
+    # --- what they are ------------------------------------------------------------------------------------------
+
+    @property
+    def any_healthy(self) -> bool:
+        return any(replica.state in SERVING for replica in self._all)
+
+    @property
+    def all_over(self) -> bool:
+        return all(replica.state in _OVER for replica in self._all)
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is as bad as it is."""
+        return next((replica.fault.reason for replica in self._all if replica.fault is not None), None)
+
+    # --- what a replica tells (Watcher) -------------------------------------------------------------------------
+
+    def on_state(self, replica: Replica) -> None:
+        self._tell_state(replica)
+
+    def on_progress(self, progress: wire.Progress) -> None:
+        self._tell_progress(progress)
+
+    def on_homeless(self, replica: Replica, requests: list[Request], reason: str) -> None:
+        elsewhere = [other for other in self._all if other is not replica and other.state is State.HEALTHY]
+        if not elsewhere or (self._config.user.on_fault == "abort" and replica.state is not State.DRAINED):
+            self._fail(requests, reason)
+            return
+        least = min(elsewhere, key=lambda other: sum(other.load))
+        logger.warning("replica %d gives up %d requests; replica %d goes on", replica.rank, len(requests), least.rank)
+        for request in requests:
+            request.owner.replica = least
+        least.adopt(requests)

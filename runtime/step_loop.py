@@ -1,0 +1,326 @@
+"""The step loop of one epoch: between the scheduler and the rings. Ends with its epoch.
+
+`_take_output` runs once for each returned step:
+
+    update    what came back changes the scheduler's state
+    publish   the next step goes out, so that the device never waits for what follows
+    deliver   tokens become text and reach their sinks (client I/O)
+    settle    blocks that became full enter the prefix cache; rows get the blocks that they will soon need
+    pace      if the pipeline has room, a timer for the moment shortly before the running step's end
+
+With pipeline depth 1 the same code runs; `publish` then only finds room when nothing is in flight. Nothing polls:
+an idle loop has no timer and waits for its doorbell. Whatever goes wrong in here is told once, through `on_fault`;
+from then on nothing is published, and `salvage` takes what the worker had published before its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from slipring.runtime.completion import Completion
+from slipring.runtime.config import ResolvedConfig
+from slipring.runtime.deadlines import StepDeadline
+from slipring.runtime.epoch import SPIN_US, Epoch
+from slipring.runtime.garbage import IdleCollector, NullCollector
+from slipring.runtime.pacing import Pacer
+from slipring.runtime.request import TokenLogprob
+from slipring.runtime.supervisor import Event
+from slipring.scheduler.request import FinishReason, Request
+from slipring.scheduler.scheduler import Scheduler
+from slipring.scheduler.step import ProtocolError, Returned, Step
+from slipring.shm import wire
+from slipring.shm.doorbell import LoopWaiter
+from slipring.shm.wire import SlotKind, StepOutputView
+
+logger = logging.getLogger(__name__)
+
+_MIN_CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why an epoch ends."""
+
+    event: Event
+    reason: str
+    explained: bool = False
+    """The worker itself said why, so that its last lines add nothing."""
+    traceback: str = ""
+    silent_s: float = 0.0
+    """How long nothing had been heard of the worker when the fault was seen."""
+
+
+class Listener(Protocol):
+    """Whom a step loop tells. Calls come on the loop's thread."""
+
+    def on_ready(self, loop: StepLoop, ready: wire.Ready) -> None: ...
+
+    def on_progress(self, progress: wire.Progress) -> None: ...
+
+    def on_fault(self, loop: StepLoop, fault: Fault) -> None: ...
+
+    def on_delivered(self, num_tokens: int, ended: list[Request]) -> None:
+        """A step's tokens have reached their completions."""
+        ...
+
+
+class StepLoop:
+    def __init__(self, epoch: Epoch, config: ResolvedConfig, listener: Listener) -> None:
+        self.epoch = epoch
+        self._config = config
+        self._listener = listener
+        self._depth = config.pipeline_depth
+        self._loop = asyncio.get_running_loop()
+        self.pacer = Pacer()
+        self._timer: asyncio.TimerHandle | None = None
+        self._kick_scheduled = False
+        self._in_flight_at_fault: list[Request] = []
+        self.fault: Fault | None = None
+        self.ending = False
+        """No fault is told any more: the worker was asked to end."""
+        self.collector: NullCollector | IdleCollector = NullCollector()
+        self.scheduler: Scheduler | None = None
+        """None until the worker is ready."""
+        self._waiter = LoopWaiter(self._loop, epoch.output_bell, epoch.outputs_are_there, self._on_outputs, SPIN_US)
+        self._deadline = StepDeadline(config.user.hang_limit_s, epoch, self._on_overdue)
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    def spawn(self) -> None:
+        """Start the worker. Raises OSError."""
+        self.epoch.spawn(self._on_worker_exit)
+        self._deadline.starting()
+
+    def begin(self, scheduler: Scheduler, collector: NullCollector | IdleCollector) -> None:
+        """The worker is ready: schedule from now on."""
+        self.scheduler = scheduler
+        self.collector = collector
+        self._deadline.ready()
+
+    def stop(self) -> None:
+        """Publish nothing more, and look at nothing more by itself. Idempotent."""
+        self.ending = True
+        self._cancel_timer()
+        self._deadline.cancel()
+        self._waiter.close()
+
+    def salvage(self) -> None:
+        """The worker is gone: take the steps that it had published, and deliver them."""
+        try:
+            while self.scheduler is not None and (slot := self.epoch.outputs.try_read()) is not None:
+                kind, _, step_id, _ = self.epoch.outputs.header(slot)
+                if kind == SlotKind.STEP:
+                    view = self.epoch.output_views[slot]
+                    self._deliver(self.scheduler, self.scheduler.update(view, step_id), view)
+                self.epoch.outputs.advance()
+        except Exception as error:  # what cannot be read any more is computed again
+            logger.warning("outputs of the ended epoch are dropped: %r", error)
+
+    def close(self) -> None:
+        """Give everything back, the worker's life included. Idempotent."""
+        if not self.ending:
+            self.stop()
+        self.epoch.close()
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Put a request in line. An idle loop wakes at once; requests of one loop turn share a step."""
+        assert self.scheduler is not None
+        self.scheduler.add(request)
+        self.kick()
+
+    def abort(self, request: Request) -> None:
+        if self.scheduler is not None:
+            self.scheduler.abort(request)
+
+    def kick(self) -> None:
+        """Something may be scheduled now."""
+        if not self._kick_scheduled:
+            self._kick_scheduled = True
+            self._loop.call_soon(self._guarded, self._kick)
+
+    def _kick(self) -> None:
+        self._kick_scheduled = False
+        self._pump()
+
+    # --- the step loop ------------------------------------------------------------------------------------------
+
+    @property
+    def _runs(self) -> bool:
+        return self.fault is None and not self.ending
+
+    def _on_outputs(self) -> None:
+        """Take what has come back, at most one pipeline's worth, so that the loop gets round to everybody else."""
+        for _ in range(self._depth):
+            slot = self.epoch.outputs.try_read()
+            if slot is None or not self._runs:
+                return
+            self._guarded(self._take_output, slot)
+            if not self._runs:
+                return  # a fault, whose salvage begins after this slot; or somebody closed us from within a sink
+            self.epoch.outputs.advance()
+        if self.epoch.outputs_are_there():
+            self.epoch.output_bell.ring()
+
+    def _take_output(self, slot: int) -> None:
+        """One returned step: update, publish, deliver, settle, pace. See the module's docstring for the order."""
+        kind, length, step_id, _ = self.epoch.outputs.header(slot)
+        scheduler = self.scheduler
+        if kind != SlotKind.STEP:
+            self._on_control(kind, length, slot)
+        elif scheduler is not None:
+            view = self.epoch.output_views[slot]
+            returned = scheduler.update(view, step_id)
+            self._returned()
+            self._pump()
+            self._deliver(scheduler, returned, view)
+            scheduler.settle()
+            self._rest(scheduler)
+
+    def _returned(self) -> None:
+        now = time.monotonic()
+        self.pacer.returned(now)
+        self._deadline.returned(now)
+
+    def _guarded(self, work: Callable[..., None], *arguments: object) -> None:
+        """Run a part of the step loop; whatever it raises is this epoch's fault and ends it, never silently."""
+        if not self._runs:
+            return
+        try:
+            work(*arguments)
+        except (ProtocolError, msgspec.DecodeError) as error:
+            self._fail(Fault(Event.PROTOCOL_FAULT, f"protocol fault between engine and worker: {error}"))
+        except Exception as error:
+            logger.exception("the step loop raised")
+            self._fail(Fault(Event.LOOP_FAULT, f"internal error in the step loop: {error!r}"))
+
+    def _pump(self) -> None:
+        """Publish as many steps as are due now; set the timer for the next one if the pipeline has room."""
+        self._cancel_timer()
+        scheduler = self.scheduler
+        if scheduler is None:
+            return
+        while self._runs and scheduler.has_work and scheduler.num_in_flight < self._depth:
+            if scheduler.num_in_flight:
+                early_s = self.pacer.publish_at() - time.monotonic()
+                if early_s > 0:
+                    self._timer = self._loop.call_later(early_s, self._guarded, self._pump)
+                    return
+            if self._publish(scheduler) is None:
+                if not scheduler.num_in_flight:
+                    raise RuntimeError("there is work, nothing is in flight, and nothing can be scheduled")
+                return
+
+    def _publish(self, scheduler: Scheduler) -> Step | None:
+        slot = self.epoch.steps.try_claim()
+        if slot is None:
+            return None  # the worker still holds every slot; its next output brings us back here
+        step = scheduler.schedule(self.epoch.step_views[slot])
+        if step is None:
+            return None  # rows or blocks must come back first
+        self.epoch.publish_step(step.step_id)
+        self._waiter.expect()
+        now = time.monotonic()
+        self._deadline.published(self.pacer.published(step, now), now)
+        if scheduler.admitted:
+            self._note_admissions(scheduler, now)
+        return step
+
+    def _note_admissions(self, scheduler: Scheduler, now: float) -> None:
+        for request in scheduler.admitted:
+            if request.owner is not None and not request.owner.scheduled_at:
+                request.owner.scheduled_at = now
+        scheduler.admitted.clear()
+
+    def _deliver(self, scheduler: Scheduler, returned: Returned, view: StepOutputView) -> None:
+        now = time.monotonic()
+        ended = [returned.requests[index] for index in returned.finished]
+        ends, drawn = returned.finished, zip(returned.requests, returned.tokens, returned.places, strict=True)
+        for index, (request, token, place) in enumerate(drawn):
+            completion: Completion | None = request.owner
+            if completion is None or completion.finished:
+                continue  # a sink of this very step has aborted it, or a stop string in it has ended it
+            reason, stop_token = ends.get(index, (None, None)) if ends else (None, None)
+            if reason is FinishReason.ERROR:
+                completion.finish(reason, now, error="the model's output was not finite for this request")
+                continue
+            logprobs = (self._logprob(view, place, token, request),) if completion.wants_logprobs else None
+            if completion.push(token, logprobs, reason, stop_token, now):
+                scheduler.abort(request)
+                ended.append(request)
+        self._listener.on_delivered(len(returned.tokens), ended)
+        self._size_chunks(scheduler)
+
+    def _logprob(self, view: StepOutputView, place: int, token: int, request: Request) -> TokenLogprob:
+        count = request.params.logprobs
+        ids, values = view.top_ids[place, :count].tolist(), view.top_logprobs[place, :count].tolist()
+        top = tuple(zip(ids, values, strict=True))
+        return TokenLogprob(token, float(view.logprob[place]), int(view.rank[place]), top)
+
+    def _size_chunks(self, scheduler: Scheduler) -> None:
+        scheduler.mixed_chunk = self.pacer.cost.chunk_within(
+            self._config.itl_target_s,
+            scheduler.decode.num,
+            self.pacer.num_context,
+            least=_MIN_CHUNK,
+            most=scheduler.config.max_mixed_chunk,
+        )
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _rest(self, scheduler: Scheduler) -> None:
+        idle = not scheduler.num_in_flight
+        self.collector.after_step(idle)
+        if idle and self._config.user.debug_integrity:
+            scheduler.check_integrity()
+
+    # --- faults -------------------------------------------------------------------------------------------------
+
+    def _on_control(self, kind: int, length: int, slot: int) -> None:
+        payload = self.epoch.outputs.payload(slot)
+        if kind == SlotKind.PROGRESS:
+            self._listener.on_progress(wire.decode(payload, length, wire.Progress))
+        elif kind == SlotKind.READY and self.epoch.ready is None:
+            ready: wire.Ready = wire.decode(payload, length, wire.Ready)
+            self.epoch.ready = ready
+            self._deadline.ready()
+            self._listener.on_ready(self, ready)
+        elif kind == SlotKind.ERROR:
+            error: wire.WorkerError = wire.decode(payload, length, wire.WorkerError)
+            reason = f"the worker failed: {error.message}"
+            self._fail(Fault(Event.WORKER_ERROR, reason, explained=True, traceback=error.traceback))
+        else:
+            raise ProtocolError(f"unknown record kind {kind}")
+
+    def _on_worker_exit(self, status: int) -> None:
+        while self._runs and self.epoch.outputs_are_there():
+            self._on_outputs()  # outputs that were published before the end still count, an error record above all
+        worker = self.epoch.worker
+        self._fail(Fault(Event.WORKER_EXIT, f"the worker (pid {worker.pid}) {worker.describe_exit(status)}"))
+
+    def _on_overdue(self, words: str, silent_s: float) -> None:
+        """A deadline has passed. What lies in the ring counts before anybody is judged."""
+        if self._runs and self.epoch.outputs_are_there():
+            self._on_outputs()
+            return
+        self._fail(Fault(Event.HANG, f"the worker (pid {self.epoch.worker.pid}) hangs: {words}", silent_s=silent_s))
+
+    def _fail(self, fault: Fault) -> None:
+        """Nothing more is published, and whoever watches is told."""
+        if not self._runs:
+            return
+        self.fault = fault
+        self._cancel_timer()
+        self._deadline.cancel()
+        self._listener.on_fault(self, fault)
