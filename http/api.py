@@ -21,6 +21,7 @@ from slipring.http.exchange import ApiRequest, ApiResponse
 from slipring.http.generation import Flights
 from slipring.http.metrics import RequestCounter
 from slipring.http.openapi import document
+from slipring.http.responses import Responses
 from slipring.http.routes import ROUTES, TABLE, Route, allowed_methods
 from slipring.http.served import ServedModel
 
@@ -37,6 +38,7 @@ class Api:
         self.model: ServedModel | None = None
         self.draining = False
         self.flights = Flights()
+        self.responses = Responses(config)
         self.counter = RequestCounter()
         self._keys = KeyRing(config.api_keys)
         self._cors = Cors(config.allowed_origins)

@@ -119,6 +119,20 @@ def _add_http_flags(group: Any) -> None:
         metavar="SECONDS",
         help="time for answers in flight after SIGTERM (default: %(default)g)",
     )
+    group.add_argument(
+        "--max-stored-responses",
+        type=_count,
+        default=1000,
+        metavar="N",
+        help="responses of /v1/responses kept to be asked for or answered; 0: none (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-stored-response-bytes",
+        type=size,
+        default=64 << 20,
+        metavar="SIZE",
+        help="memory for them (default: 64M)",
+    )
 
 
 def _add_model_flags(group: Any) -> None:
@@ -245,6 +259,8 @@ def _serve(args: argparse.Namespace) -> int:
         shutdown_timeout_s=args.shutdown_timeout,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
+        max_stored_responses=args.max_stored_responses,
+        max_stored_response_bytes=args.max_stored_response_bytes,
     )
     return run(engine_config, server_config)
 
@@ -336,6 +352,12 @@ def size(text: str) -> int:
 def _port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
         raise argparse.ArgumentTypeError(f"{text!r} is no port; write a number from 0 to 65535")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; write 0 or more")
     return int(text)
 
 

@@ -31,6 +31,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How the model writes tool calls (`tool_formats.py`); `none`: its calls are content."""
     reasoning_parser: str = "auto"
     """How it shows its reasoning (`reasoning.py`); `none`: that is content."""
+    max_stored_responses: int = 1000
+    """Responses of /v1/responses kept to be asked for again or answered. 0: none."""
+    max_stored_response_bytes: int = 64 << 20
+    """Memory for them, conversations included."""
     keep_alive_timeout_s: float = 75.0
     write_buffer_bytes: int = 256 << 10
     """A stream whose client leaves more than this unread is congested: pieces are merged until it reads on."""

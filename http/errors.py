@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,6 @@ from slipring.runtime.request import EngineDeadError, EngineError, InvalidReques
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
 
-_FIRST_NAME = re.compile(r"\A\w+")
 _QUOTED = re.compile(r"`(\w[^`\s]*)(?=`)")
 
 
@@ -41,10 +41,16 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """The same, for an API that calls the fields of chat by other names (from chat's name to its own)."""
+        """The same, for an API that calls the fields of chat by other names (from chat's name to its own).
 
-        def own(name: str) -> str:
-            return _FIRST_NAME.sub(lambda found: names.get(found[0], found[0]), name)
+        A name stands for everything inside the field as well; of several that fit the first counts.
+        """
+
+        def own(path: str) -> str:
+            for name, other in names.items():
+                if path.startswith(name) and path[len(name) : len(name) + 1] in ("", ".", "["):
+                    return other + path[len(name) :]
+            return path
 
         message = _QUOTED.sub(lambda found: f"`{own(found[1])}", self.message)
         param = None if self.param is None else own(self.param)
@@ -60,6 +66,15 @@ class ApiError(Exception):
     def frame(self) -> bytes:
         """The same body as the last event of a stream that had already begun."""
         return b"data: " + orjson.dumps(self.body()) + b"\n\n"
+
+
+@contextmanager
+def renaming(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors that come out of here are `renamed`."""
+    try:
+        yield
+    except ApiError as error:
+        raise error.renamed(names) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ import orjson
 from slipring.http.errors import ApiError
 from slipring.http.frames import json_string
 from slipring.http.messages_errors import error_body
+from slipring.http.output_form import ChoiceParser
 from slipring.http.output_parser import (
     ContentDelta,
     Event,
-    OutputParser,
     ParsedCall,
     ParsedText,
     ReasoningDelta,
@@ -55,12 +55,13 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
     }
 
 
-def stop_fields(finish_reason: str | None, stop_reason: int | str | None, has_calls: bool) -> dict[str, Any]:
+def stop_fields(finish_reason: str | None, stop_reason: int | str | None) -> dict[str, Any]:
+    """`finish_reason`: as chat says it."""
     if finish_reason == "length":
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if isinstance(stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": stop_reason}
-    return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
+    return {"stop_reason": "tool_use" if finish_reason == "tool_calls" else "end_turn", "stop_sequence": None}
 
 
 def content_blocks(parsed: ParsedText) -> list[dict[str, Any]]:
@@ -82,7 +83,7 @@ def _tool_use(call: ParsedCall) -> dict[str, Any]:
 class MessageRenderer:
     """`stream.Renderer` of one message."""
 
-    def __init__(self, head: ReplyHead, usage: Usage, parser: OutputParser) -> None:
+    def __init__(self, head: ReplyHead, usage: Usage, parser: ChoiceParser) -> None:
         self._head = head
         self._usage = usage
         self._parser = parser
@@ -100,10 +101,9 @@ class MessageRenderer:
         if not self._started:
             self._started = True
             frames = _frame("message_start", {"message": message(self._head, [], self._usage)})
-        frames += b"".join(map(self._event, self._parser.feed(delta.text)))
+        frames += b"".join(map(self._event, self._parser.push(delta)))
         if delta.finish_reason is not None:
-            frames += b"".join(map(self._event, self._parser.finish()))
-            self._stop = stop_fields(delta.finish_reason, delta.stop_reason, self._parser.num_calls > 0)
+            self._stop = stop_fields(self._parser.finish_reason(delta.finish_reason), delta.stop_reason)
         return frames
 
     def tail(self) -> bytes:

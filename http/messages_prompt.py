@@ -20,13 +20,12 @@ from slipring.http.bodies import ChatBody, FunctionCall, Message, ToolCall
 from slipring.http.errors import bad_request
 from slipring.http.messages_bodies import Block, CountTokensBody, InputMessage, InputTool, MessagesBody
 
-OWN_NAMES = {
+_OWN_NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "chat_template_kwargs": "thinking",
     "continue_final_message": "messages",
 }
-"""How chat's fields are called here, for error messages."""
 
 _USER_ROLES = ("user", "ctx", "msg")
 """The last two are Claude Code's: context that it adds by itself."""
@@ -34,6 +33,17 @@ _BILLING = "x-anthropic-billing-header:"
 """Differs in every request, so it would keep everything behind it out of the prefix cache."""
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _TEXT_ONLY = "this model reads text only"
+
+
+def own_names(body: CountTokensBody) -> dict[str, str]:
+    """How chat's fields are called here, for error messages. Tools that are not shown are not counted in chat."""
+    names: dict[str, str] = {}
+    shown = (i for i, tool in enumerate(body.tools or []) if not _runs_on_server(tool))
+    for position, index in enumerate(shown):
+        names[f"tools[{position}].function.parameters"] = f"tools[{index}].input_schema"
+        names[f"tools[{position}].function"] = f"tools[{index}]"
+        names[f"tools[{position}]"] = f"tools[{index}]"
+    return {**names, **_OWN_NAMES}
 
 
 def chat_body(body: CountTokensBody) -> ChatBody:

@@ -139,10 +139,7 @@ class ChoiceParser:
 
     def read(self, choice: Choice) -> ParsedText:
         """A choice that has ended."""
-        whole = Delta(
-            index=0, text=choice.generated, token_ids=choice.token_ids, finish_reason=choice.finish_reason or "stop"
-        )
-        return join_events(self.push(whole))
+        return join_events(self.push(choice.whole()))
 
     def tell_usage(self, usage: Usage, index: int) -> None:
         if self._reasons:

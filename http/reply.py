@@ -47,6 +47,10 @@ class Usage:
     def num_cached(self) -> int:
         return sum(self._cached)
 
+    @property
+    def num_reasoning(self) -> int:
+        return sum(self._reasoning.values())
+
     def set_reasoning(self, index: int, num_tokens: int) -> None:
         """So many of a choice's tokens are reasoning."""
         self._reasoning[index] = num_tokens
@@ -59,7 +63,7 @@ class Usage:
             "prompt_tokens_details": {"cached_tokens": self.num_cached},
         }
         if self._reasoning:
-            fields["completion_tokens_details"] = {"reasoning_tokens": sum(self._reasoning.values())}
+            fields["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning}
         return fields
 
 
@@ -82,6 +86,16 @@ class Choice:
     @property
     def generated(self) -> str:
         return "".join(self.pieces)
+
+    def whole(self) -> Delta:
+        """All that was generated, in one piece that ends it."""
+        return Delta(
+            index=0,
+            text=self.generated,
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason or "stop",
+            stop_reason=self.stop_reason,
+        )
 
 
 class Collector:

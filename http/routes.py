@@ -20,9 +20,11 @@ from slipring.http.chat import create_chat_completion
 from slipring.http.completions import create_completion
 from slipring.http.errors import OPENAI_ERRORS, ErrorStyle, not_ready
 from slipring.http.exchange import JSON, ApiRequest, ApiResponse
+from slipring.http.item_page import DEFAULT_LIMIT, MAX_LIMIT, Page
 from slipring.http.messages_bodies import CountTokensBody, MessagesBody
 from slipring.http.messages_errors import ANTHROPIC_ERRORS
 from slipring.http.metrics import CONTENT_TYPE, exposition
+from slipring.http.responses_bodies import ResponsesBody
 from slipring.http.served import VERSION, ServedModel
 
 if TYPE_CHECKING:
@@ -125,6 +127,26 @@ async def _count_tokens(api: Api, request: ApiRequest, _: str) -> ApiResponse:
     return await messages.count_tokens(served(api), request)
 
 
+async def _create_response(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    return await api.responses.create(served(api), api.flights, request)
+
+
+async def _get_response(api: Api, request: ApiRequest, response_id: str) -> ApiResponse:
+    return api.responses.retrieve(response_id)
+
+
+async def _delete_response(api: Api, request: ApiRequest, response_id: str) -> ApiResponse:
+    return api.responses.delete(response_id)
+
+
+async def _cancel_response(api: Api, request: ApiRequest, response_id: str) -> ApiResponse:
+    return api.responses.cancel(response_id)
+
+
+async def _input_items(api: Api, request: ApiRequest, response_id: str) -> ApiResponse:
+    return api.responses.input_items(response_id, Page.parse(request.query))
+
+
 async def _tokenize(api: Api, request: ApiRequest, _: str) -> ApiResponse:
     return await tokens.tokenize(served(api), request)
 
@@ -200,6 +222,11 @@ _PAUSE_QUERY = (
     Parameter("clear_cache", {"type": "boolean", "default": True}, "Forget the prefix cache."),
 )
 
+_PAGE_QUERY = (
+    Parameter("order", {"enum": ["asc", "desc"]}, "Oldest or newest (the default) first."),
+    Parameter("limit", {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT}, f"{DEFAULT_LIMIT} where absent."),
+    Parameter("after", {"type": "string"}, "Begin behind the item with this id."),
+)
 
 ROUTES = (
     _probe("/health", _health, "May I send work?"),
@@ -227,6 +254,20 @@ ROUTES = (
     Route(
         "POST", "/v1/messages/count_tokens", _count_tokens, "Tokens of a conversation, in Anthropic's shape",
         body=CountTokensBody, statuses=(404,), errors=ANTHROPIC_ERRORS,
+    ),
+    Route(
+        "POST", "/v1/responses", _create_response, "Answer a conversation that may be kept",
+        body=ResponsesBody, statuses=GENERATES, streams=True,
+    ),
+    Route("GET", "/v1/responses/{id}", _get_response, "A stored response", statuses=(404,)),
+    Route("DELETE", "/v1/responses/{id}", _delete_response, "Forget a response", statuses=(404,)),
+    Route(
+        "POST", "/v1/responses/{id}/cancel", _cancel_response, "End a response in the background",
+        statuses=(400, 404),
+    ),
+    Route(
+        "GET", "/v1/responses/{id}/input_items", _input_items, "What a response has read",
+        query=_PAGE_QUERY, statuses=(400, 404),
     ),
     Route("POST", "/tokenize", _tokenize, "Token ids of a text", body=TokenizeBody, statuses=(404,)),
     Route("POST", "/detokenize", _detokenize, "Text of token ids", body=DetokenizeBody, statuses=(404,)),

@@ -12,10 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipring.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from slipring.http.messages_bodies import CountTokensBody, MessagesBody
+from slipring.http.responses_bodies import ResponsesBody
 from slipring.http.stream import FrameStream
 from tests.http.calls import CHAT, COMPLETIONS, acall, make_api
 
-PATHS = {CHAT: ChatBody, COMPLETIONS: CompletionBody, "/tokenize": TokenizeBody, "/detokenize": DetokenizeBody}
+PATHS = {
+    CHAT: ChatBody, COMPLETIONS: CompletionBody, "/tokenize": TokenizeBody, "/detokenize": DetokenizeBody,
+    "/v1/messages": MessagesBody, "/v1/messages/count_tokens": CountTokensBody, "/v1/responses": ResponsesBody,
+}  # fmt: skip
 numbers = st.integers(-3, 300) | st.integers() | st.floats()
 texts = st.text(max_size=8) | st.text(st.characters(categories=["Cs", "Cc", "So"]), max_size=4)
 values: st.SearchStrategy[Any] = st.recursive(
@@ -37,13 +42,14 @@ def bodies(kind: type[msgspec.Struct]) -> st.SearchStrategy[dict[str, Any]]:
     """Objects with the kind's own field names; values that are often right, and often of any type."""
     likely: dict[str, st.SearchStrategy[Any]] = {
         "messages": messages, "prompt": texts | st.lists(st.integers(0, 299), max_size=5) | st.lists(texts, max_size=3),
+        "input": texts | messages, "max_output_tokens": st.integers(0, 9),
         "tokens": st.lists(st.integers(0, 299), max_size=5), "model": st.sampled_from([None, "m", "z"]),
         "stream": st.booleans(), "n": st.integers(1, 3), "max_tokens": st.integers(0, 9), "stop": texts,
         "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans()}),
         "logit_bias": st.dictionaries(st.integers(-1, 301).map(str), st.floats(-101, 101), max_size=3),
     }  # fmt: skip
     names = kind.__struct_fields__
-    required = {name: likely[name] for name in ("messages", "prompt", "tokens") if name in names}
+    required = {name: likely[name] for name in ("messages", "prompt", "tokens", "input") if name in names}
     if kind is TokenizeBody:
         del required["messages"]
     rare = {name: st.one_of(likely.get(name, values), st.none(), values) for name in names if name not in required}
@@ -58,7 +64,8 @@ async def check(path: str, data: bytes) -> None:
         return
     answer = json.loads(response.body.decode("utf-8"), parse_constant=lambda name: pytest.fail(name))
     if response.status >= 400:
-        assert answer["error"]["message"] and answer["error"].keys() == {"message", "type", "param", "code"}
+        keys = {"type", "message"} if path.startswith("/v1/messages") else {"message", "type", "param", "code"}
+        assert answer["error"]["message"] and answer["error"].keys() == keys
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 
+from slipring.http.api import Api
 from slipring.runtime.engine import HealthState
 from slipring.runtime.request import ContextLengthError, EngineDeadError, QueueFullError
 from tests.http.calls import HELLO, acall, call, make_api, named_events, refused_anthropic, stream_bytes, value
-from tests.http.engine_double import EngineDouble
+from tests.http.engine_double import TEMPLATE, EngineDouble
 
 MESSAGES = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
@@ -200,7 +202,7 @@ def test_messages_of_every_kind_reach_the_prompt() -> None:
 
 def test_tool_calls_and_results_reach_the_template() -> None:
     template = (
-        "{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ m.reasoning_content }}"
+        "{% if tools %}{% endif %}{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ m.reasoning_content }}"
         "{% for c in m.tool_calls or [] %}|{{ c.id }}:{{ c.function.name }}:{{ c.function.arguments.x }}{% endfor %}"
         "{% if m.tool_call_id %}|{{ m.tool_call_id }}{% endif %}]{% endfor %}"
     )
@@ -302,6 +304,8 @@ def test_what_steers_anthropics_service_is_ignored() -> None:
         ({"thinking": {"type": "maybe"}}, "`thinking.type`"),
         ({"tools": [{"name": "f"}]}, "`tools[0].input_schema`"),
         ({"tools": [{"input_schema": {}}]}, "`tools[0].name`"),
+        ({"tools": [{"type": "bash_20250124", "name": "b"}, {"name": "a b", "input_schema": {}}]}, "`tools[1].name`"),
+        ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "`tools[0].input_schema`"),
         ({"tool_choice": {"type": "some"}}, "`tool_choice.type`"),
         ({"tool_choice": {"type": "any"}}, "needs `tools`"),
         ({"tool_choice": {"type": "tool", "name": "f"}}, "`tool_choice.name`"),
@@ -315,6 +319,91 @@ def test_bad_requests_name_what_is_wrong(more: dict[str, Any], named: str) -> No
 def test_max_tokens_is_needed() -> None:
     error = refused_anthropic(call(make_api(), "POST", MESSAGES, {"messages": HELLO}))
     assert "Missing required field `max_tokens`" in error["message"]
+
+
+# What the model writes, taken apart.
+
+GET = {"name": "get", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
+CALLS = (
+    'Well.\n<tool_call>\n{"name": "get", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "get", "arguments": {}}\n</tool_call>'
+)
+THINKS = TEMPLATE + "{# <think> #}"
+
+
+def served(script: str, **config: Any) -> Api:
+    return make_api(EngineDouble(script, max_model_len=2000), **config)
+
+
+def assembled(api: Api, **more: Any) -> dict[str, Any]:
+    """A streamed message put together as a client does, with the order of its events checked on the way."""
+    message: dict[str, Any] = {}
+    blocks: list[dict[str, Any]] = []
+    is_open = False
+    for event in named_events(stream_bytes(api, MESSAGES, body(**more))):
+        match event["type"]:
+            case "message_start":
+                message = event["message"]
+            case "content_block_start":
+                assert not is_open and event["index"] == len(blocks)
+                is_open = True
+                blocks.append({**event["content_block"], "json": ""})
+            case "content_block_delta":
+                assert is_open and event["index"] == len(blocks) - 1
+                for kind, key in (("text", "text"), ("thinking", "thinking"), ("partial_json", "json")):
+                    if kind in event["delta"]:
+                        blocks[-1][key] += event["delta"][kind]
+            case "content_block_stop":
+                assert is_open and event["index"] == len(blocks) - 1
+                is_open = False
+                written = blocks[-1].pop("json")
+                if blocks[-1]["type"] == "tool_use":
+                    blocks[-1]["input"] = json.loads(written)
+            case "message_delta":
+                assert not is_open
+                message |= {**event["delta"], "usage": event["usage"], "content": blocks}
+    return message
+
+
+def nameless(message: dict[str, Any]) -> dict[str, Any]:
+    """Without what differs from call to call."""
+    assert message.pop("id").startswith("msg_")
+    for block in message["content"]:
+        if block["type"] == "tool_use":
+            assert block.pop("id").startswith("toolu_")
+    return message
+
+
+def test_calls_are_blocks() -> None:
+    response = call(served(CALLS), "POST", MESSAGES, body(tools=[GET], max_tokens=500))
+    plain = nameless(value(response))
+    assert plain["stop_reason"] == "tool_use" and plain["content"] == [
+        text("Well."),
+        {"type": "tool_use", "name": "get", "input": {"city": "Paris"}},
+        {"type": "tool_use", "name": "get", "input": {}},
+    ]
+    assert nameless(assembled(served(CALLS), tools=[GET], max_tokens=500)) == plain
+
+
+def test_one_call_is_enough_where_several_are_not_wanted() -> None:
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    response = call(served(CALLS), "POST", MESSAGES, body(tools=[GET], tool_choice=choice, max_tokens=500))
+    assert [block["type"] for block in value(response)["content"]] == ["text", "tool_use"]
+
+
+def test_a_call_that_is_cut_has_an_empty_input() -> None:
+    response = call(served(CALLS), "POST", MESSAGES, body(tools=[GET], max_tokens=60))
+    answer = value(response)
+    assert answer["stop_reason"] == "max_tokens" and answer["content"][1]["input"] == {}
+
+
+def test_thinking_is_a_block() -> None:
+    def thinking() -> Api:
+        return make_api(EngineDouble("<think>\nhm\n</think>\n\nHello!", template=THINKS))
+
+    plain = nameless(value(call(thinking(), "POST", MESSAGES, body())))
+    assert plain["content"] == [{"type": "thinking", "thinking": "hm", "signature": ""}, text("Hello!")]
+    assert nameless(assembled(thinking())) == plain
 
 
 # Counting.
