@@ -1,9 +1,11 @@
-"""Log-probability and rank of given tokens, in one pass over the logits.
+"""Log-probability and rank of given tokens, in one pass over the logits, and the likeliest tokens beside them.
 
 Online softmax (Milakov and Gimelshein 2018): no row of probabilities is ever written.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,14 +15,15 @@ from slipring.kernels.spec import KernelSpec
 from slipring.kernels.tiles import register, tiles
 
 
-def gather_logprobs_ref(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def gather_logprobs_ref(logits: Tensor, tokens: Tensor, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """logits [S, V], tokens [S] int64 -> (natural logarithm of softmax at the token [S] float32, rank [S] int64).
 
-    Rank 1 is the most likely token; tokens of equal logits share a rank.
+    Rank 1 is the most likely token; tokens of equal logits share a rank. total [S, 1]: their log-sum-exp, if known.
     """
     wide = logits.float()
     chosen = wide.gather(1, tokens[:, None])
-    return (chosen - wide.logsumexp(1, keepdim=True)).squeeze(1), (wide > chosen).sum(1) + 1
+    total = wide.logsumexp(1, keepdim=True) if total is None else total
+    return (chosen - total).squeeze(1), (wide > chosen).sum(1) + 1
 
 
 @triton.jit(do_not_specialize_on_alignment=["TOKENS"])
@@ -58,6 +61,34 @@ def gather_logprobs_triton(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tens
 def gather_logprobs(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """As `gather_logprobs_ref`, on the logits' device."""
     return (gather_logprobs_triton if logits.is_cuda else gather_logprobs_ref)(logits, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobs:
+    """Of S distributions; natural logarithms."""
+
+    logprob: Tensor
+    """[S] float32, of the given token; the very number that `top_logprobs` has where that is the likeliest."""
+    rank: Tensor
+    """[S] int64"""
+    top_ids: Tensor
+    """[S, count] int64, best first."""
+    top_logprobs: Tensor
+    """[S, count] float32"""
+
+
+def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
+    """logits [S, V] float32, tokens [S] int64, 0 <= count <= V."""
+    total = logits.logsumexp(1, keepdim=True)
+    if logits.is_cuda:
+        logprob, rank = gather_logprobs_triton(logits, tokens)
+    else:
+        logprob, rank = gather_logprobs_ref(logits, tokens, total)
+    top, top_ids = logits.topk(count, dim=1)
+    top -= total
+    if count:  # clients compare the two, and two ways to sum an exponential differ in the last bit
+        logprob = torch.where(rank == 1, top[:, 0], logprob)
+    return TopLogprobs(logprob, rank, top_ids, top)
 
 
 register("logprobs", any={"BLOCK": 4096, "num_warps": 8, "num_stages": 2})

@@ -9,15 +9,25 @@ import logging
 from array import array
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from slipring.runtime.detokenizer import Detokenizer
 from slipring.runtime.metrics import Metrics, Timing
+from slipring.runtime.prompt_logprobs import PromptLogprobs
 from slipring.runtime.request import Delta, GenerationRequest, Sink, TokenLogprob
 from slipring.scheduler.request import FinishReason, Request
+from slipring.shm.wire import score_words
 
 if TYPE_CHECKING:
     from slipring.runtime.replica import Replica
 
 logger = logging.getLogger(__name__)
+
+NOTHING_DRAWN = (
+    "the model's output was not finite for this request, or its restrictions (allowed_token_ids, bad_words, "
+    "logit_bias, min_tokens) left no token to draw"
+)
 
 
 class Completion:
@@ -25,6 +35,7 @@ class Completion:
         "_include_stop",
         "_metrics",
         "_own_stop_ids",
+        "_scores",
         "_sink",
         "arrival",
         "detokenizer",
@@ -64,6 +75,8 @@ class Completion:
         self.replica: Replica | None = None
         """Who computes it, once that is decided."""
         self.wants_logprobs = request.params.logprobs >= 0
+        self._scores: list[NDArray[np.int32]] | None = [] if request.params.prompt_logprobs >= 0 else None
+        """What has come of the prompt's log-probabilities, until the first delta takes it along."""
         self._include_stop = generation.include_stop_str_in_output
         self._own_stop_ids = request.stop_token_ids - eos_token_ids
         self._sink = sink
@@ -107,6 +120,23 @@ class Completion:
         )
         return stopped is not None
 
+    @property
+    def num_scored(self) -> int:
+        """Positions of the prompt whose log-probabilities have come; all, once they have gone out."""
+        if self._scores is None:
+            return self.request.num_prompt
+        return sum(map(len, self._scores)) // score_words(self.request.params.prompt_logprobs)
+
+    def take_report(self, words: NDArray[np.int32], ended: FinishReason | None, now: float) -> None:
+        """What the worker reports of the prompt, a view of the slot; `ended`: and that was all."""
+        if self._scores is not None:
+            self._scores.append(words.copy())
+        if ended is FinishReason.ERROR:
+            self.finish(ended, now, error=NOTHING_DRAWN)
+        elif ended is not None:
+            wanted = self.request.params.embedding_size
+            self.finish(ended, now, embedding=words.view(np.float32).copy() if wanted else None)
+
     def finish(
         self,
         reason: FinishReason,
@@ -117,6 +147,7 @@ class Completion:
         logprobs: tuple[TokenLogprob] | None = None,
         stop_reason: int | str | None = None,
         error: str | None = None,
+        embedding: NDArray[np.float32] | None = None,
     ) -> None:
         """Hand over the last piece: what was held back, and why it ends. Only the first call counts."""
         if self.finished:
@@ -136,6 +167,7 @@ class Completion:
                 finish_reason=reason.value,
                 stop_reason=stop_reason,
                 num_cached_tokens=self.request.num_cached_tokens,
+                embedding=embedding,
                 error=error,
                 timing=timing,
             )
@@ -163,6 +195,9 @@ class Completion:
 
     def _emit(self, delta: Delta) -> None:
         """A sink that raises loses its own stream's piece, never anybody else's."""
+        if self._scores is not None:
+            delta.prompt_logprobs = PromptLogprobs(self._scores, self.request.params.prompt_logprobs)
+            self._scores = None
         try:
             self._sink(delta)
         except Exception:

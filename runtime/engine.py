@@ -381,6 +381,9 @@ class Engine:
         if generation.request_id in self._live:
             raise InvalidRequestError(f"request id {generation.request_id!r} is in use", "request_id")
         check_request(generation, self.spec.vocab_size)
+        if generation.params.embedding_size not in (0, min(self.spec.hidden_size, wire.REPORT_WORDS)):
+            most = f"at most {wire.REPORT_WORDS} can be reported"
+            raise InvalidRequestError(f"the model's state has {self.spec.hidden_size} numbers, and {most}", "model")
         if generation.grammar is not None:
             raise InvalidRequestError("the worker cannot follow a grammar yet", "grammar")
         prompt = np.asarray(generation.prompt_token_ids, np.int64)
@@ -388,7 +391,7 @@ class Engine:
             raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
         if prompt.min() < 0 or prompt.max() >= self.spec.vocab_size:
             raise InvalidRequestError(f"token ids must be from 0 to {self.spec.vocab_size - 1}", "prompt")
-        if prompt.size >= self.max_model_len:
+        if prompt.size + min(1, generation.params.max_tokens) > self.max_model_len:
             raise ContextLengthError(
                 f"This model's maximum context length is {self.max_model_len} tokens, and the prompt has "
                 f"{prompt.size}: it must leave room for at least one new token.",

@@ -17,6 +17,11 @@ def known_tokens(request: Request) -> NDArray[np.int32]:
     return np.concatenate([prompt, np.asarray(outputs, np.int32)]) if len(outputs) else prompt
 
 
+def num_scored(request: Request) -> int:
+    """Prompt positions whose report its completion has taken."""
+    return request.owner.num_scored if request.owner is not None else 0
+
+
 def share_prefixes(requests: Sequence[Request], block_size: int) -> None:
     """Let each request wait for an earlier one that has the same longest prefix, so that it is computed once.
 

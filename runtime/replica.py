@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from slipring.runtime.config import ResolvedConfig
 from slipring.runtime.epoch import Epoch
 from slipring.runtime.garbage import IdleCollector, NullCollector
-from slipring.runtime.readmission import known_tokens, share_prefixes
+from slipring.runtime.readmission import known_tokens, num_scored, share_prefixes
 from slipring.runtime.restarts import RestartPolicy
 from slipring.runtime.step_loop import Fault, StepLoop
 from slipring.runtime.supervisor import SERVING, Action, Event, Sentinel, State
@@ -357,7 +357,7 @@ class Replica:
 
     def _forget_places(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            request.restart(known_tokens(request), self._config.user.block_size)
+            request.restart(known_tokens(request), num_scored(request), self._config.user.block_size)
 
     def _cancel_recovery_timer(self) -> None:
         if self._recovery_timer is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -11,10 +12,23 @@ from numpy.typing import NDArray
 
 from slipring.runtime.metrics import Timing
 from slipring.shm.grammar import Grammar
-from slipring.shm.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, SamplingParams
+from slipring.shm.params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 from slipring.shm.spec import SamplingDefaults
+from slipring.shm.table import flatten_words
+
+if TYPE_CHECKING:
+    from slipring.runtime.prompt_logprobs import PromptLogprobs
 
 __all__ = [
+    "MAX_ALLOWED_TOKEN_IDS",
+    "MAX_BAD_WORD_TOKENS",
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
     "MAX_STOP_TOKEN_IDS",
@@ -82,6 +96,10 @@ class Delta(msgspec.Struct, kw_only=True):
     """The stop string or stop token id that matched; None for end of sequence."""
     num_cached_tokens: int = 0
     """Prompt tokens taken from the prefix cache (valid in the first delta and in the last)."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """In a completion's first delta, when asked for."""
+    embedding: NDArray[np.float32] | None = None
+    """The prompt's last hidden state behind the final norm, when asked for; not normalised to a length."""
     error: str | None = None
     """A sentence for people, with `finish_reason` `error`."""
     timing: Timing | None = None
@@ -131,6 +149,7 @@ def check_request(generation: GenerationRequest, vocab_size: int) -> None:
     """
     params = generation.params
     bias_ids = [token for token, _ in params.logit_bias]
+    allowed, bad_words = params.allowed_token_ids, params.bad_words
     numbers = (
         params.temperature,
         params.top_p,
@@ -144,17 +163,23 @@ def check_request(generation: GenerationRequest, vocab_size: int) -> None:
         ("n", generation.n >= 1, "must be at least 1"),
         ("priority", abs(generation.priority) < 1 << 31, "must be a 32-bit integer"),
         ("stop", all(generation.stop), "must not contain an empty string"),
-        ("max_tokens", params.max_tokens >= 1, "must be at least 1"),
+        ("max_tokens", params.max_tokens >= 0, "must be 0 or more"),
+        ("max_tokens", params.max_tokens == 0 or not params.embedding_size, "must be 0 for an embedding"),
         ("min_tokens", 0 <= params.min_tokens < 1 << 31, "must be a 32-bit integer, 0 or more"),
         ("seed", 0 <= params.seed < 1 << 64, "must fit 64 bits, unsigned"),
         ("top_k", 0 <= params.top_k < 1 << 31, "must be 0 (off) or more"),
         ("logprobs", -1 <= params.logprobs <= MAX_LOGPROBS, f"must be from 0 to {MAX_LOGPROBS}"),
+        ("prompt_logprobs", -1 <= params.prompt_logprobs <= MAX_LOGPROBS, f"must be from 0 to {MAX_LOGPROBS}"),
         ("sampling", all(map(math.isfinite, numbers)), "must hold finite numbers only"),
         ("repetition_penalty", params.repetition_penalty > 0, "must be above 0"),
         ("stop_token_ids", len(params.stop_token_ids) <= MAX_STOP_TOKEN_IDS, f"may hold {MAX_STOP_TOKEN_IDS} ids"),
         ("stop_token_ids", _in_vocabulary(params.stop_token_ids, vocab_size), f"must be below {vocab_size}"),
         ("logit_bias", len(bias_ids) <= MAX_LOGIT_BIAS, f"may hold {MAX_LOGIT_BIAS} tokens"),
         ("logit_bias", _in_vocabulary(bias_ids, vocab_size), f"must name tokens below {vocab_size}"),
+        ("allowed_token_ids", len(allowed) <= MAX_ALLOWED_TOKEN_IDS, f"may hold {MAX_ALLOWED_TOKEN_IDS} ids"),
+        ("allowed_token_ids", _in_vocabulary(allowed, vocab_size), f"must be below {vocab_size}"),
+        ("bad_words", len(flatten_words(bad_words)) <= MAX_BAD_WORD_TOKENS, f"may have {MAX_BAD_WORD_TOKENS} tokens"),
+        ("bad_words", all(word and _in_vocabulary(word, vocab_size) for word in bad_words), "must hold tokens"),
     ):
         if not good:
             raise InvalidRequestError(f"`{param}` {words}", param)

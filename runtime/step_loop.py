@@ -24,7 +24,7 @@ from typing import Protocol
 
 import msgspec
 
-from slipring.runtime.completion import Completion
+from slipring.runtime.completion import NOTHING_DRAWN, Completion
 from slipring.runtime.config import ResolvedConfig
 from slipring.runtime.deadlines import StepDeadline
 from slipring.runtime.epoch import SPIN_US, Epoch
@@ -243,14 +243,20 @@ class StepLoop:
     def _deliver(self, scheduler: Scheduler, returned: Returned, view: StepOutputView) -> None:
         now = time.monotonic()
         ended = [returned.requests[index] for index in returned.finished]
+        completion: Completion | None
+        for report in returned.reports:
+            if report.ended is not None:
+                ended.append(report.request)
+            if (completion := report.request.owner) is not None:
+                completion.take_report(report.words(view), report.ended, now)
         ends, drawn = returned.finished, zip(returned.requests, returned.tokens, returned.places, strict=True)
         for index, (request, token, place) in enumerate(drawn):
-            completion: Completion | None = request.owner
+            completion = request.owner
             if completion is None or completion.finished:
                 continue  # a sink of this very step has aborted it, or a stop string in it has ended it
             reason, stop_token = ends.get(index, (None, None)) if ends else (None, None)
             if reason is FinishReason.ERROR:
-                completion.finish(reason, now, error="the model's output was not finite for this request")
+                completion.finish(reason, now, error=NOTHING_DRAWN)
                 continue
             logprobs = (self._logprob(view, place, token, request),) if completion.wants_logprobs else None
             if completion.push(token, logprobs, reason, stop_token, now):

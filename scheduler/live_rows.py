@@ -52,7 +52,7 @@ class LiveRows:
         """Known blocks of its prefix, whole and strictly below its end: a shared block is never rewritten."""
         if not self._caching:
             return []
-        whole = (len(request.token_ids) - 1) // self._block_size
+        whole = min(len(request.token_ids) - 1, request.num_reusable) // self._block_size
         request.extend_hashes(request.token_ids, whole, self._block_size)
         return self._pool.match(request.block_hashes[:whole])
 

@@ -68,6 +68,7 @@ class Request:
         "num_cached_tokens",
         "num_preemptions",
         "num_prompt",
+        "num_scored",
         "num_shared_blocks",
         "owner",
         "params",
@@ -119,18 +120,33 @@ class Request:
         self.num_admissions = 0
         self.num_preemptions = 0
         """Since it was last made ready for a scheduler."""
+        self.num_scored = 0
+        """Positions whose report has come back; the next prompt token's log-probability is known for each."""
         self.root = chain_root(cache_salt)
         self.block_hashes: list[bytes] = []
         """Hashes of the leading full blocks, as far as they have been computed."""
 
-    def restart(self, token_ids: NDArray[np.int32], block_size: int) -> None:
-        """Make it ready for another scheduler, with these known tokens; the old one is gone, rows and blocks too."""
+    def restart(self, token_ids: NDArray[np.int32], num_scored: int, block_size: int) -> None:
+        """Make it ready for another scheduler, with what is known; the old one is gone, rows and blocks too."""
         self.token_ids = token_ids
+        self.num_scored = num_scored
         self.status = RequestStatus.WAITING
         self.row = -1
         self.leader = self.num_shared_blocks = None
         self.num_preemptions = 0
         del self.block_hashes[len(token_ids) // block_size :]
+
+    @property
+    def num_reusable(self) -> int:
+        """Leading positions that may come from the prefix cache; those behind them have something to report."""
+        if self.params.prompt_logprobs < 0 or self.num_scored >= self.num_prompt - 1:
+            return len(self.token_ids)
+        return self.num_scored
+
+    @property
+    def draws(self) -> bool:
+        """False: its prompt is computed, and that is all."""
+        return self.limit > self.num_prompt
 
     def hash_prompt(self, block_size: int, most: int | None = None) -> bool:
         """Compute the hashes of the prompt's full blocks, at most `most` more; whether all are there now."""

@@ -36,10 +36,10 @@ from slipring.scheduler.live_rows import Int32Array, LiveRows
 from slipring.scheduler.offload.offload import NullOffload, OffloadPort
 from slipring.scheduler.request import FinishReason, Request, RequestStatus
 from slipring.scheduler.rows import RowAllocator
-from slipring.scheduler.step import Counters, ProtocolError, Returned, Step
+from slipring.scheduler.step import ChunkRoom, Counters, ProtocolError, Report, Returned, Step
 from slipring.scheduler.waiting import WaitingQueue
 from slipring.shm.table import BatchTable
-from slipring.shm.wire import StepFlag, StepInputView, StepOutputView
+from slipring.shm.wire import REPORT_WORDS, StepFlag, StepInputView, StepOutputView
 
 _LOOK_AHEAD = 8
 """A decode row gets its next block at most so many positions, and two steps' drafts, before it needs it."""
@@ -81,6 +81,8 @@ class Scheduler:
         self.admitted: list[Request] = []
         """Left the line for the first time in the last step that admitted; only the loop knows the time of that."""
         self._prefilling: list[Request] = []
+        self._reporting: list[tuple[int, Request]] = []
+        """Of the step at hand."""
         self._in_flight: deque[Step] = deque()
         self._next_step_id = 0
         self._pending = PendingAppends(config.max_num_seqs)
@@ -189,7 +191,8 @@ class Scheduler:
         header[StepInputView.NUM_DECODE] = num_decode
         header[StepInputView.NUM_APPENDS] = num_appends
         header[StepInputView.NUM_TOKENS] = decode + chunk
-        step = Step(self._next_step_id, view, num_rows, num_decode, chunk)
+        step = Step(self._next_step_id, view, num_rows, num_decode, chunk, self._reporting)
+        self._reporting = []
         self._next_step_id += 1
         self._in_flight.append(step)
         self.counters.num_steps += 1
@@ -255,33 +258,34 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens - num_tokens
         if at:
             budget = min(budget, max(1, self.mixed_chunk))
-        total = budget
+        room = ChunkRoom(budget, REPORT_WORDS)
         for request in self._prefilling.copy():
-            if budget <= 0 or at >= self.config.max_num_seqs:
+            if room.tokens <= 0 or at >= self.config.max_num_seqs:
                 break
-            budget -= self._write_chunk(view, at, request, budget, 0)
-            at += 1
+            if room.allows(request):
+                self._write_chunk(view, at, request, room, 0)
+                at += 1
         if may_admit:
-            at, budget = self._admit_waiting(view, at, budget)
-        return at, total - budget
+            at = self._admit_waiting(view, at, room)
+        return at, budget - room.tokens
 
-    def _admit_waiting(self, view: StepInputView, at: int, budget: int) -> tuple[int, int]:
+    def _admit_waiting(self, view: StepInputView, at: int, room: ChunkRoom) -> int:
         self.admitted.clear()
         set_aside: list[Request] = []
-        while budget > 0 and at < self.config.max_num_seqs and self._has_room_for_row():
+        while room.tokens > 0 and at < self.config.max_num_seqs and self._has_room_for_row():
             request = self.waiting.peek()
-            if request is None:
+            if request is None or not room.allows(request):
                 break
             if self._waits_for_leader(request) or self.offload.holds_back(request, self.pool.num_free - self._spare):
                 set_aside.append(self.waiting.set_aside())
                 continue
             if not self._admit(request) and not self._admit_alone(request, at):
                 break
-            budget -= self._write_chunk(view, at, request, budget, int(StepFlag.NEW))
+            self._write_chunk(view, at, request, room, int(StepFlag.NEW))
             at += 1
         for request in set_aside:
             self.waiting.restore(request)
-        return at, budget
+        return at
 
     @property
     def _spare(self) -> int:
@@ -301,6 +305,8 @@ class Scheduler:
         """A sibling shares its leader's blocks, so it waits until these are computed and in the index."""
         leader = request.leader
         if leader is None or not self.config.enable_prefix_caching or request.num_preemptions:
+            return False
+        if request.num_reusable == 0:
             return False
         if leader.status is not RequestStatus.RUNNING:
             return leader.status is RequestStatus.WAITING and leader.num_preemptions == 0
@@ -347,13 +353,14 @@ class Scheduler:
             self.counters.prefix_queries += request.num_prompt
             self.counters.prefix_hits += num_cached
 
-    def _write_chunk(self, view: StepInputView, at: int, request: Request, budget: int, flags: int) -> int:
-        """Write one entry of at most `budget` tokens; the chunk that ends the known tokens draws the next one."""
+    def _write_chunk(self, view: StepInputView, at: int, request: Request, room: ChunkRoom, flags: int) -> None:
+        """Write one entry, as long as there is room; the chunk that ends the known tokens draws the next one."""
         row, live = request.row, self._live
         start, end = int(live.num_scheduled[row]), int(live.num_tokens[row])
-        count = min(end - start, budget)
+        count, reports = room.take(request, start, end)
+        flags |= int(reports)
         if start + count == end:
-            flags |= int(StepFlag.SAMPLE)
+            flags |= int(StepFlag.SAMPLE) * request.draws
             self._prefilling.remove(request)
             if end < request.limit - 1:
                 border = int(live.num_blocks[row]) * self.config.block_size
@@ -365,7 +372,8 @@ class Scheduler:
         view.num_draft[at] = 0
         view.flags[at] = flags
         live.num_scheduled[row] = start + count
-        return count
+        if reports or (start + count == end and not request.draws):
+            self._reporting.append((at, request))
 
     # --- preemption and end ---------------------------------------------------------------------------------
 
@@ -400,6 +408,7 @@ class Scheduler:
     def update(self, view: StepOutputView, step_id: int) -> Returned:
         """Take the output of the oldest step in flight. Raises ProtocolError when it is not that."""
         step = self._expect(view, step_id)
+        reports = [report for mark in step.reporting if (report := self._take_report(step, view, *mark))]
         num = step.num_rows
         rows = view.rows[:num]
         entries = _ALL
@@ -409,6 +418,7 @@ class Scheduler:
             rows = rows[entries]
         if self.config.max_draft:
             returned = self._take_runs(step, view, entries, rows)
+            returned.reports = reports
             self.rows.returned(step_id)
             return returned
         self._live.advance_computed(rows, step.view.start[:num][entries] + step.view.num_tokens[:num][entries])
@@ -418,6 +428,7 @@ class Scheduler:
             entries = drew if isinstance(entries, slice) else entries[drew]
             rows = rows[drew]
         returned = self._take_tokens(step, view, entries, rows)
+        returned.reports = reports
         self.rows.returned(step_id)
         return returned
 
@@ -429,6 +440,24 @@ class Scheduler:
         if num != step.num_rows or view.rows[:num].tobytes() != step.view.rows[:num].tobytes():
             raise ProtocolError(f"step {step_id} came back with other rows than were sent")
         return self._in_flight.popleft()
+
+    def _take_report(self, step: Step, view: StepOutputView, entry: int, request: Request) -> Report | None:
+        """What an entry says of its prompt; None when its admission has ended. Ends a request that draws nothing."""
+        row, start = int(view.rows[entry]), int(step.view.start[entry])
+        if self.table.generation[row] != view.generation[entry]:
+            return None
+        end, flags = start + int(step.view.num_tokens[entry]), int(step.view.flags[entry])
+        report = Report(request, entry, num_known=0, ended=None)
+        if flags & StepFlag.SCORE:
+            report.num_known = request.num_scored - start
+            request.num_scored = max(request.num_scored, min(end, request.num_prompt - 1))
+        failed = bool(view.num_accepted[entry] < 0) and not flags & StepFlag.SAMPLE
+        if failed or (end == request.num_prompt and not request.draws):
+            self._live.advance_computed(view.rows[entry : entry + 1], np.array([end], np.int32))
+            self._end_row(request, keep=not failed)
+            request.status = RequestStatus.FINISHED
+            report.ended = FinishReason.ERROR if failed else FinishReason.LENGTH
+        return report
 
     def _take_tokens(self, step: Step, view: StepOutputView, entries: _Entries, rows: NDArray[np.int32]) -> Returned:
         num = step.num_rows

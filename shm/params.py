@@ -10,17 +10,22 @@ MAX_LOGIT_BIAS = 1024
 """Most logit-bias entries per request; the batch table keeps room for this many in each row."""
 MAX_STOP_TOKEN_IDS = 64
 """Most stop token ids per request, the model's own end-of-sequence ids included."""
+MAX_ALLOWED_TOKEN_IDS = 2048
+"""Most ids that a request may restrict itself to."""
+MAX_BAD_WORD_TOKENS = 4096
+"""Room for a request's bad words: tokens of all their spellings, and one more for each spelling."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Resolved and validated; nothing in here is optional any more except where None has a meaning of its own.
 
-    Order of operations (the sampler's contract): logit bias and the min_tokens mask, penalties, temperature, min_p,
-    top_k, top_p, then Gumbel noise keyed by (seed, choice, position). A temperature below 1e-5 is greedy.
+    Order of operations (the sampler's contract): logit bias, then the masks (allowed ids, bad words, min_tokens),
+    penalties, temperature, min_p, top_k, top_p, then Gumbel noise keyed by (seed, choice, position). A temperature
+    below 1e-5 is greedy.
     """
 
     max_tokens: int
-    """Most tokens to generate, at least 1; already cut to the context."""
+    """Most tokens to generate; already cut to the context. 0: the prompt is computed and nothing is drawn."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -40,3 +45,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int = -1
     """Alternatives to report for each position (0: the drawn token alone); -1: none at all."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these may be drawn; empty: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences: where the output ends with all of one but its last token, that one is not drawn."""
+    prompt_logprobs: int = -1
+    """As `logprobs`, for the prompt's own tokens from the second on."""
+    embedding_size: int = 0
+    """Not 0: report the last hidden state of the prompt, which has so many numbers; with `max_tokens` 0 only."""

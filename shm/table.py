@@ -25,8 +25,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipring.shm.layout import align
-from slipring.shm.params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from slipring.shm.params import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 from slipring.shm.segment import Segment
+
+WORD_END = -1
+"""No token: follows each sequence of the `bad_words` column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,11 @@ class TableShape:
             ("num_bias", np.int32, rows),
             ("bias_ids", np.int32, (self.num_rows, MAX_LOGIT_BIAS)),
             ("bias_values", np.float32, (self.num_rows, MAX_LOGIT_BIAS)),
+            ("prompt_logprobs", np.int32, rows),
+            ("num_allowed", np.int32, rows),
+            ("allowed_ids", np.int32, (self.num_rows, MAX_ALLOWED_TOKEN_IDS)),
+            ("num_bad_words", np.int32, rows),
+            ("bad_words", np.int32, (self.num_rows, MAX_BAD_WORD_TOKENS)),
         ]
 
     @property
@@ -99,6 +113,12 @@ class BatchTable:
     num_bias: NDArray[np.int32]
     bias_ids: NDArray[np.int32]
     bias_values: NDArray[np.float32]
+    prompt_logprobs: NDArray[np.int32]
+    num_allowed: NDArray[np.int32]
+    allowed_ids: NDArray[np.int32]
+    num_bad_words: NDArray[np.int32]
+    """Entries of `bad_words` in use: token sequences, each with WORD_END behind it."""
+    bad_words: NDArray[np.int32]
 
     def __init__(self, segment: Segment, shape: TableShape) -> None:
         self.segment = segment
@@ -134,6 +154,14 @@ class BatchTable:
         self.num_stop_ids[row] = _fill(self.stop_ids[row], params.stop_token_ids)
         self.num_bias[row] = _fill(self.bias_ids[row], [token for token, _ in params.logit_bias])
         _fill(self.bias_values[row], [bias for _, bias in params.logit_bias])
+        self.prompt_logprobs[row] = params.prompt_logprobs
+        self.num_allowed[row] = _fill(self.allowed_ids[row], params.allowed_token_ids)
+        self.num_bad_words[row] = _fill(self.bad_words[row], flatten_words(params.bad_words))
+
+
+def flatten_words(words: Sequence[Sequence[int]]) -> list[int]:
+    """Token sequences as the `bad_words` column holds them."""
+    return [token for word in words for token in (*word, WORD_END)]
 
 
 def _fill(column: NDArray[np.generic], values: Sequence[float]) -> int:

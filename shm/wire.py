@@ -28,6 +28,12 @@ StepOutput (sampling rank → engine), entries in the order of the StepInput's r
     rank         [P]
     top_ids      [P, MAX_LOGPROBS]
     top_logprobs [P, MAX_LOGPROBS]  float32
+    num_reported [R]       words of `report` that belong to the entry; valid when the header's NUM_REPORTED is not 0
+    report       [REPORT_WORDS]  what entries report of their prompts, one behind the other in the entries' order:
+                           of a SCORE entry, for each position computed that another prompt token follows, that
+                           token's log-probability (float32), its rank, k ids and k log-probabilities (float32);
+                           of an EMBED entry, the last position's normed hidden state (float32). An entry that draws
+                           nothing and whose report is not finite says so by num_accepted -1.
 
 R is max_num_seqs, A is the most block appends that one step can need, and P is R * (1 + max_draft) places: place
 entry * (1 + max_draft) + i belongs to tokens[entry, i]. VERSION in layout.py changes with this file.
@@ -48,6 +54,8 @@ from slipring.shm.params import MAX_LOGPROBS
 
 Int32Array = NDArray[np.int32]
 HEADER_WORDS = 16
+REPORT_WORDS = 16384
+"""What all entries of one step may report; the scheduler cuts chunks by it."""
 
 
 class SlotKind(IntEnum):
@@ -71,6 +79,10 @@ class StepFlag(IntFlag):
     """The input is the row's last drawn token, which the worker knows (decode), and drafts, which it makes."""
     UPPER_BOUND = 8
     """`start` is an upper bound: a step in flight may accept fewer drafts than it may hold. The worker knows."""
+    SCORE = 16
+    """Report the log-probabilities of the prompt's tokens that follow the positions of this chunk."""
+    EMBED = 32
+    """Report the hidden state of the last position."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,7 +144,8 @@ class StepShape:
         per_row = align(self.max_rows * 4)
         per_place = align(self.num_places * 4)
         top = align(self.num_places * MAX_LOGPROBS * 4)
-        return align(HEADER_WORDS * 4) + 4 * per_row + 3 * per_place + 2 * top
+        report = per_row + align(REPORT_WORDS * 4)
+        return align(HEADER_WORDS * 4) + 4 * per_row + 3 * per_place + 2 * top + report
 
     @property
     def num_places(self) -> int:
@@ -196,7 +209,9 @@ class StepOutputView:
         "logprob",
         "num_accepted",
         "num_draft",
+        "num_reported",
         "rank",
+        "report",
         "rows",
         "times_ns",
         "tokens",
@@ -204,7 +219,7 @@ class StepOutputView:
         "top_logprobs",
     )
 
-    NUM_ROWS, NUM_LOGPROBS = range(2)
+    NUM_ROWS, NUM_LOGPROBS, NUM_REPORTED = range(3)
     PICKED_UP, FORWARD, SAMPLE, PUBLISHED = range(4)
     """Indices into `times_ns`: monotonic time of pick-up, then durations of forward pass and sampling, then the
     monotonic time of publication."""
@@ -224,13 +239,37 @@ class StepOutputView:
         self.rank: Int32Array = cursor.take(places)
         self.top_ids: Int32Array = cursor.take((*places, MAX_LOGPROBS))
         self.top_logprobs: NDArray[np.float32] = cursor.take((*places, MAX_LOGPROBS), np.float32)
+        self.num_reported: Int32Array = cursor.take(rows)
+        self.report: Int32Array = cursor.take((REPORT_WORDS,))
 
     def answer(self, step: StepInputView) -> int:
         """Begin the answer to a step: echo its rows and generations, with nothing drawn yet. Returns their number."""
         num_rows = int(step.header[step.NUM_ROWS])
         self.header[self.NUM_ROWS] = num_rows
         self.header[self.NUM_LOGPROBS] = -1
+        self.header[self.NUM_REPORTED] = 0
         self.rows[:num_rows] = step.rows[:num_rows]
         self.generation[:num_rows] = step.generation[:num_rows]
         self.num_accepted[:num_rows] = 0
         return num_rows
+
+    def add_report(self, entry: int, words: Int32Array) -> None:
+        """Append what `entry` reports; entries in their order."""
+        begin = int(self.header[self.NUM_REPORTED])
+        if begin == 0:
+            self.num_reported[: self.header[self.NUM_ROWS]] = 0
+        self.report[begin : begin + len(words)] = words
+        self.num_reported[entry] = len(words)
+        self.header[self.NUM_REPORTED] = begin + len(words)
+
+    def report_of(self, entry: int) -> Int32Array:
+        """What `entry` reported, as a view of the slot."""
+        if self.header[self.NUM_REPORTED] == 0:
+            return self.report[:0]
+        begin = int(self.num_reported[:entry].sum())
+        return self.report[begin : begin + int(self.num_reported[entry])]
+
+
+def score_words(num_alternatives: int) -> int:
+    """Words in which a SCORE entry reports one prompt token."""
+    return 2 + 2 * num_alternatives

@@ -37,7 +37,7 @@ def main() -> int:
         return int(script["exit_at_start"])
     link = Link(config)
     num_blocks = config.num_blocks or 4096
-    device = SimulatedDevice(link.table, num_blocks, config.model.vocab_size)
+    device = SimulatedDevice(link.table, num_blocks, config.model.vocab_size, config.model.hidden_size)
     if script.get("never_ready"):
         link.next_step()
     link.progress(1, 1)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from slipring.shm.table import BatchTable
-from slipring.shm.wire import StepFlag, StepInputView, StepOutputView
+from slipring.shm.wire import StepFlag, StepInputView, StepOutputView, score_words
 
 
 def next_token(context: Sequence[int], seed: int, vocab_size: int) -> int:
@@ -33,9 +33,24 @@ def expected_tokens(
     return context[len(prompt) :]
 
 
+def expected_scores(prompt: Sequence[int], vocab_size: int) -> list[tuple[float, int]]:
+    """(log-probability, first alternative) of each prompt token but the first."""
+    return [score(prompt[:i], prompt[i], vocab_size) for i in range(1, len(prompt))]
+
+
+def score(context: Sequence[int], token: int, vocab_size: int) -> tuple[float, int]:
+    value = zlib.crc32(np.asarray([*context, token], "<i4").tobytes())
+    return -(value % 4096) / 256, value % vocab_size
+
+
+def expected_embedding(prompt: Sequence[int], size: int) -> list[float]:
+    return [float(next_token(prompt, i, 1000) + 1) for i in range(size)]
+
+
 class SimulatedDevice:
-    def __init__(self, table: BatchTable, num_blocks: int, vocab_size: int) -> None:
+    def __init__(self, table: BatchTable, num_blocks: int, vocab_size: int, embedding_size: int = 4) -> None:
         self.table = table
+        self.embedding_size = embedding_size
         self.vocab_size = vocab_size
         self.block_size = table.shape.block_size
         self.kv = np.full((num_blocks * self.block_size, 2), -1, np.int64)
@@ -81,6 +96,12 @@ class SimulatedDevice:
         for position, token in enumerate(tokens, start):
             self.kv[self._slot(row, position)] = (token, position)
         output.num_accepted[entry] = 0
+        if StepFlag.SCORE in flags:
+            output.add_report(entry, self._scores(row, start, start + count))
+        if StepFlag.EMBED in flags:
+            context = self._context(row, start + count)
+            embedding = np.array(expected_embedding(context, self.embedding_size), np.float32)
+            output.add_report(entry, embedding.view(np.int32))
         if StepFlag.LAST_TOKEN in flags:
             self._verify(output, entry, row, start, tokens)
         elif StepFlag.SAMPLE in flags:
@@ -109,6 +130,21 @@ class SimulatedDevice:
         self.last_token[row] = output.tokens[entry, place] = token
         self.position[row] = length
         output.num_accepted[entry] += 1
+
+    def _scores(self, row: int, start: int, end: int) -> np.ndarray:
+        """Records for the tokens behind positions start .. end, as far as the prompt goes."""
+        last = min(end, int(self.table.num_prompt[row]) - 1)
+        num_top = int(self.table.prompt_logprobs[row])
+        context = self._context(row, end)
+        records = np.zeros((last - start, score_words(num_top)), np.int32)
+        for position in range(start, last):
+            token = int(self.table.token_ids[row, position + 1])
+            logprob, first = score(context[: position + 1], token, self.vocab_size)
+            record = records[position - start]
+            record[0], record[1] = np.float32(logprob).view(np.int32), position + 1
+            record[2 : 2 + num_top] = (first + np.arange(num_top)) % self.vocab_size
+            record[2 + num_top :] = np.full(num_top, logprob, np.float32).view(np.int32)
+        return records.reshape(-1)
 
     def _admit(self, row: int, generation: int) -> None:
         blocks = int(self.table.num_blocks[row])

@@ -1,8 +1,8 @@
 """`Runner`: one StepInput to one StepOutput. Owns model, KV pool, row state, sampler and proposer of this worker.
 
 Order within a step: block appends and new rows first (everything after reads row state), then drafts, index tensors,
-blocks cleaned, forward pass, sampling, verification, row state moved on, output written. An entry whose logits were
-not finite reports num_accepted = NON_FINITE and draws nothing; its neighbours are not touched.
+blocks cleaned, forward pass, sampling, verification, row state moved on, output written, reports. An entry whose
+logits were not finite says num_accepted = NON_FINITE and draws nothing; its neighbours are not touched.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from slipring.workers.entries import Entries, entries_of, known_start, room_for_
 from slipring.workers.kv_cache import DTYPES, KvCache
 from slipring.workers.link import StartRefused
 from slipring.workers.models.llama import Llama
+from slipring.workers.reports import Reporter
 from slipring.workers.rows import Rows
 from slipring.workers.sampler import Draws, Places, Sampler
 from slipring.workers.speculation.proposer import NullProposer, Proposer
@@ -49,6 +50,7 @@ class Runner:
         self._builder = BatchBuilder(
             table, self._rows, config.block_size, layer_block_bytes, group_heads, dtype
         )
+        self._reporter = Reporter(model, table)
         self._table = table
 
     @torch.inference_mode()
@@ -63,7 +65,8 @@ class Runner:
         batch = self._builder.build(entries)
         if len(entered := self._builder.entered_blocks(entries)):
             self.kv.clear(entered)
-        logits = self._model.forward(batch, self.kv)
+        hidden = self._model.hidden(batch, self.kv)
+        logits = self._model.logits(hidden, batch.sample_at)
         forwarded = time.monotonic_ns()
         output.answer(step)
         if len(logits):
@@ -71,6 +74,10 @@ class Runner:
             runs = verify(entries, draws.tokens, draws.ok)
             self._move_on(entries, runs)
             self._write(output, entries, runs, draws)
+        for report in self._reporter.reports(step, hidden):
+            output.add_report(report.entry, report.words.numpy())
+            if not report.ok:
+                output.num_accepted[report.entry] = NON_FINITE
         output.times_ns[output.FORWARD] = forwarded - began
         output.times_ns[output.SAMPLE] = time.monotonic_ns() - forwarded
 

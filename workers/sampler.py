@@ -1,11 +1,11 @@
 """The stateless sampler: logits of a step's sampled rows to tokens and log-probabilities.
 
 A row's token depends on its own logits, parameters, seed and position alone. What is kept per row (sampling columns,
-and counts for rows with penalties) is loaded when the row is admitted and is a function of its tokens, so a
+edits, and counts for rows with penalties) is loaded when the row is admitted and is a function of its tokens, so a
 readmitted row goes on as if nothing had happened.
 
-Order: logit bias and the min_tokens mask, penalties, temperature, min_p, top_k, top_p, Gumbel noise. Log-probabilities
-are those of the unmodified logits. A row whose logits are not finite draws nothing (`Draws.ok`).
+Order: logit bias, masks, penalties, temperature, min_p, top_k, top_p, Gumbel noise. Log-probabilities are those of
+the unmodified logits. A row whose logits are not finite, or whose masks leave no token, draws nothing (`Draws.ok`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipring.kernels.logprobs import top_logprobs
 from slipring.kernels.sampling import GREEDY_BELOW, DrawParams, apply_penalties, draw
 from slipring.shm.params import MAX_LOGPROBS
 from slipring.shm.table import BatchTable
 from slipring.workers.penalties import PenaltyCounts
+from slipring.workers.row_edits import RowEdits
 
 IntArray = NDArray[np.int64]
 
@@ -34,7 +36,6 @@ _COLUMNS = (
     "repetition_penalty",
     "seed",
     "choice",
-    "min_tokens",
     "logprobs",
 )
 
@@ -89,24 +90,14 @@ class Sampler:
         self._table = table
         self._columns = {name: getattr(table, name).copy() for name in _COLUMNS}
         self._penalties = PenaltyCounts(table.shape.num_rows, vocab_size)
-        self._bias: dict[int, tuple[Tensor, Tensor]] = {}
-        self._stop_ids: dict[int, Tensor] = {}
-        self._edits_logits = np.zeros(table.shape.num_rows, bool)
-        """Rows with an entry in `_bias` or `_stop_ids`."""
+        self._edits = RowEdits(table, torch.from_numpy)
 
     def admit(self, row: int) -> None:
         """Load a row's parameters, and rebuild its counts from the tokens known at admission."""
         table, columns = self._table, self._columns
         for name in _COLUMNS:
             columns[name][row] = getattr(table, name)[row]
-        self._bias.pop(row, None)
-        self._stop_ids.pop(row, None)
-        if count := int(table.num_bias[row]):
-            ids = torch.from_numpy(table.bias_ids[row, :count].astype(np.int64))
-            self._bias[row] = (ids, torch.from_numpy(table.bias_values[row, :count].copy()))
-        if columns["min_tokens"][row] > 0 and (count := int(table.num_stop_ids[row])):
-            self._stop_ids[row] = torch.from_numpy(table.stop_ids[row, :count].astype(np.int64))
-        self._edits_logits[row] = row in self._bias or row in self._stop_ids
+        self._edits.admit(row)
         self._admit_penalties(row)
 
     def sample(self, logits: Tensor, places: Places) -> Draws:
@@ -120,7 +111,10 @@ class Sampler:
         asked = np.flatnonzero(self._columns["logprobs"][rows] >= 0)
         raw = scores[torch.from_numpy(asked)] if len(asked) else None
         if self._adjust(scores, places):
-            tokens = scores.argmax(dim=1)
+            best, tokens = scores.max(dim=1)
+            ok &= torch.isfinite(best)
+            if not ok.all():
+                scores[~ok] = 0.0
         self._draw(scores, tokens, rows, places.position)
         drawn = tokens.numpy()
         return Draws(drawn, ok.numpy(), None if raw is None else self._logprobs(raw, asked, drawn, rows))
@@ -128,6 +122,7 @@ class Sampler:
     def accept(self, rows: IntArray, tokens: IntArray) -> None:
         """These tokens [N] are the next ones of the rows beside them; a row's stand in order."""
         self._penalties.count(rows, tokens)
+        self._edits.count(rows, torch.from_numpy(tokens))
 
     def _admit_penalties(self, row: int) -> None:
         table, columns = self._table, self._columns
@@ -140,23 +135,14 @@ class Sampler:
         self._penalties.admit(row, wanted, known[: table.num_prompt[row]], known[table.num_prompt[row] :])
 
     def _adjust(self, scores: Tensor, places: Places) -> bool:
-        """Bias, min_tokens and penalties, in place; whether anything changed."""
-        changed, rows, num_outputs = False, places.rows, places.num_outputs
-        for i in np.flatnonzero(self._edits_logits[rows]).tolist():
-            changed |= self._adjust_row(scores[i], int(rows[i]), int(num_outputs[i]))
+        """Edits and penalties, in place; whether anything may have changed."""
+        rows = places.rows
+        drafts = places.drafts if places.num_drafts.any() else None
+        changed = self._edits.apply(scores, rows, places.num_outputs, places.num_drafts, drafts)
         if len(at := np.flatnonzero(self._penalties.slot[rows] >= 0)):
             self._penalise(scores, at, places)
             changed = True
         return changed
-
-    def _adjust_row(self, scores: Tensor, row: int, num_outputs: int) -> bool:
-        bias, stop_ids = self._bias.get(row), self._stop_ids.get(row)
-        if bias is not None:
-            scores.index_add_(0, *bias)
-        too_early = stop_ids is not None and num_outputs < self._columns["min_tokens"][row]
-        if too_early:
-            scores[stop_ids] = float("-inf")
-        return bias is not None or too_early
 
     def _penalise(self, scores: Tensor, at: IntArray, places: Places) -> None:
         index, rows = torch.from_numpy(at), places.rows[at]
@@ -202,8 +188,7 @@ class Sampler:
 
     def _logprobs(self, raw: Tensor, at: IntArray, drawn: IntArray, rows: IntArray) -> Logprobs:
         count = min(MAX_LOGPROBS, int(self._columns["logprobs"][rows[at]].max()), raw.shape[1])
-        total = raw.logsumexp(dim=1, keepdim=True)
-        token = raw.gather(1, torch.from_numpy(drawn[at]).unsqueeze(1))
-        rank = (raw > token).sum(dim=1) + 1
-        top, top_ids = raw.topk(count, dim=1)
-        return Logprobs(at, (token - total).squeeze(1).numpy(), rank.numpy(), top_ids.numpy(), (top - total).numpy())
+        found = top_logprobs(raw, torch.from_numpy(drawn[at]), count)
+        return Logprobs(
+            at, found.logprob.numpy(), found.rank.numpy(), found.top_ids.numpy(), found.top_logprobs.numpy()
+        )

@@ -37,6 +37,7 @@ from tests.workers.tiny_models import save_tiny
 EDITED = SamplingParams(
     max_tokens=1, seed=3, repetition_penalty=1.3, logit_bias=((9, 2.0),), min_tokens=3, stop_token_ids=(7,), logprobs=3
 )
+SCORED = SamplingParams(max_tokens=1, prompt_logprobs=2, allowed_token_ids=(5, 6), bad_words=((5,), (6, 5)))
 launches: Counter[str] = Counter()
 compiled: set[tuple[Any, ...]] = set()
 serving = False
@@ -117,7 +118,7 @@ def main(family: str, folder: str) -> None:
         warm_up(rig.config, rig.runner, device)  # pyright: ignore[reportArgumentType]
         global serving
         serving = True
-        rows = [rig.admit([5, 9, 200, 31], GREEDY), rig.admit([7] * 20, EDITED), rig.admit([8] * 9, EDITED)]
+        rows = [rig.admit([5, 9, 200, 31], GREEDY), rig.admit([7] * 20, EDITED), rig.admit([8] * 9, SCORED)]
         rig.run([], [(rows[0], 4)])
         rig.run([rows[0]], [(rows[1], 11), (rows[2], 9)])
         rig.run([rows[0]], [(rows[1], 9)])

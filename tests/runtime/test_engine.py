@@ -24,7 +24,7 @@ from slipring.runtime.request import (
     QueueFullError,
 )
 from slipring.shm.params import SamplingParams
-from tests.simulated_device import expected_tokens
+from tests.simulated_device import expected_embedding, expected_scores, expected_tokens
 
 
 @contextlib.asynccontextmanager
@@ -74,7 +74,8 @@ class Collector:
 
 def ask(prompt: list[int], max_tokens: int = 8, seed: int = 1, **more: object) -> GenerationRequest:
     stop_ids = more.pop("stop_token_ids", ())
-    params = SamplingParams(max_tokens=max_tokens, seed=seed, stop_token_ids=stop_ids)  # type: ignore[arg-type]
+    reported = {name: more.pop(name) for name in ("prompt_logprobs", "embedding_size", "bad_words") if name in more}
+    params = SamplingParams(max_tokens=max_tokens, seed=seed, stop_token_ids=stop_ids, **reported)  # type: ignore[arg-type]
     request_id = str(more.pop("request_id", f"r{time.monotonic_ns()}"))
     return GenerationRequest(request_id=request_id, prompt_token_ids=prompt, params=params, **more)  # type: ignore[arg-type]
 
@@ -344,7 +345,12 @@ def test_a_context_that_the_pool_cannot_hold() -> None:
         ({"stop_token_ids": (10**9,)}, "stop_token_ids"),
         ({"stop_token_ids": tuple(range(65))}, "stop_token_ids"),
         ({"seed": -1}, "seed"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0, "embedding_size": 5}, "model"),
+        ({"max_tokens": 1, "embedding_size": 576}, "max_tokens"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"bad_words": ((),)}, "bad_words"),
+        ({"bad_words": ((1,) * 2048,) * 2}, "bad_words"),
     ],
 )
 def test_parameters_are_checked_before_anything_starts(more: dict[str, object], param: str) -> None:
@@ -354,6 +360,58 @@ def test_parameters_are_checked_before_anything_starts(more: dict[str, object], 
                 submit(engine, ask([1, 2], **more))  # type: ignore[arg-type]
             assert caught.value.param == param
             await asyncio.wait_for(engine.drain(1), 1)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_gpu_blocks_override": 7}, {"async_scheduling": False}])
+def test_prompt_logprobs_come_whole_with_the_first_piece(settings: dict[str, object]) -> None:
+    """In chunks, beside others, preempted or not; once for each completion."""
+
+    async def scenario() -> None:
+        async with running(max_num_batched_tokens=8, max_num_seqs=4, **settings) as engine:
+            prompts = [[i, *range(20 + 9 * i)] for i in range(4)]
+            streams = [submit(engine, ask(prompt, 12, prompt_logprobs=2, n=1 + (i == 3)))
+                       for i, prompt in enumerate(prompts)]  # fmt: skip
+            for prompt, stream in zip(prompts, streams, strict=True):
+                await stream.wait()
+                firsts = {delta.index: delta for delta in reversed(stream.deltas)}
+                carriers = [delta for delta in stream.deltas if delta.prompt_logprobs is not None]
+                assert len(carriers) == len(firsts) and all(firsts[delta.index] is delta for delta in carriers)
+                for delta in carriers:
+                    assert delta.prompt_logprobs is not None
+                    entries = delta.prompt_logprobs.entries(prompt, 1)
+                    assert [entry.token_id for entry in entries] == prompt[1:]
+                    found = [(entry.logprob, entry.top[0][0]) for entry in entries]
+                    assert found == expected_scores(prompt, engine.spec.vocab_size)
+                    assert [entry.rank for entry in entries] == list(range(1, len(prompt)))
+                    assert stream.tokens(delta.index) == expected_tokens(prompt, 1, engine.spec.vocab_size, 12)
+            assert (engine.stats().num_preemptions > 0) == ("num_gpu_blocks_override" in settings)
+            await settled(engine)
+
+    run(scenario())
+
+
+def test_a_prompt_alone_is_computed_and_reported() -> None:
+    async def scenario() -> None:
+        async with running(num_gpu_blocks_override=4) as engine:
+            size = engine.spec.hidden_size
+            prompt = list(range(64))
+            scored = await submit(engine, ask(prompt, 0, prompt_logprobs=0)).wait()
+            (delta,) = scored.deltas
+            assert (delta.finish_reason, delta.token_ids, delta.text) == ("length", (), "")
+            assert delta.prompt_logprobs is not None and len(delta.prompt_logprobs) == 63
+            for cached in (0, 48):
+                request = ask(prompt[::-1], 0, embedding_size=size)
+                (delta,) = (await submit(engine, request).wait()).deltas
+                assert delta.embedding is not None and delta.num_cached_tokens == cached
+                assert delta.embedding.tolist() == expected_embedding(prompt[::-1], size)
+            aborted = ask(prompt[5:], 0, embedding_size=size)
+            submit(engine, aborted)
+            engine.abort(aborted.request_id)
+            (delta,) = (await submit(engine, ask([7], 0, prompt_logprobs=3)).wait()).deltas
+            assert delta.prompt_logprobs is not None and len(delta.prompt_logprobs) == 0
+            await settled(engine)
 
     run(scenario())
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from slipring.scheduler import scheduler as policy
 from slipring.scheduler.block_pool import BlockPool
 from slipring.scheduler.config import SchedulerConfig
 from slipring.scheduler.offload.offload import NullOffload, OffloadPort
@@ -17,8 +18,8 @@ from slipring.scheduler.scheduler import Scheduler
 from slipring.scheduler.step import ProtocolError
 from slipring.shm.params import MAX_STOP_TOKEN_IDS, SamplingParams
 from slipring.shm.table import BatchTable, TableShape
-from slipring.shm.wire import StepInputView, StepOutputView, StepShape
-from tests.simulated_device import SimulatedDevice, expected_tokens
+from slipring.shm.wire import StepInputView, StepOutputView, StepShape, score_words
+from tests.simulated_device import SimulatedDevice, expected_embedding, expected_scores, expected_tokens
 
 VOCAB = 7  # small, so that prefixes collide and stop tokens come up
 
@@ -52,6 +53,7 @@ class Harness:
         self.ran: deque[int] = deque()
         self.output_of: dict[Request, list[int]] = {}
         self.reason_of: dict[Request, FinishReason] = {}
+        self.report_of: dict[Request, list[int]] = {}
         self.clock = 0.0
 
     def make_offload(self, pool: BlockPool) -> OffloadPort:
@@ -59,11 +61,13 @@ class Harness:
 
     def add(self, prompt: list[int], max_tokens: int = 8, seed: int = 1, **kwargs: object) -> Request:
         stop = kwargs.pop("stop", ())
-        params = SamplingParams(max_tokens=max_tokens, seed=seed, stop_token_ids=stop)  # type: ignore[arg-type]
+        more = {name: kwargs.pop(name) for name in ("prompt_logprobs", "embedding_size") if name in kwargs}
+        params = SamplingParams(max_tokens=max_tokens, seed=seed, stop_token_ids=stop, **more)  # type: ignore[arg-type]
         self.clock += 1
         request = Request(np.array(prompt, np.int32), params, arrival=self.clock, **kwargs)  # type: ignore[arg-type]
         request.hash_prompt(self.config.block_size)
         self.output_of[request] = []
+        self.report_of[request] = []
         self.scheduler.add(request)
         return request
 
@@ -91,7 +95,12 @@ class Harness:
         if not self.ran:
             return False
         step_id = self.ran.popleft()
-        returned = self.scheduler.update(self.outputs[step_id % len(self.outputs)], step_id)
+        view = self.outputs[step_id % len(self.outputs)]
+        returned = self.scheduler.update(view, step_id)
+        for report in returned.reports:
+            self.report_of[report.request] += report.words(view).tolist()
+            if report.ended is not None:
+                self.reason_of[report.request] = report.ended
         for request, token in zip(returned.requests, returned.tokens, strict=True):
             self.output_of[request].append(token)
         for index, (reason, _) in returned.finished.items():
@@ -115,6 +124,21 @@ class Harness:
         assert self.output_of[request] == want
         stopped = bool(want) and want[-1] in params.stop_token_ids
         assert self.reason_of[request] is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        self.assert_reported(params, prompt, np.array(self.report_of[request], np.int32))
+
+    def assert_reported(self, params: SamplingParams, prompt: list[int], words: np.ndarray) -> None:
+        """Every prompt token but the first once, in order; or the whole hidden state."""
+        if params.embedding_size:
+            assert words.view(np.float32).tolist() == expected_embedding(prompt, params.embedding_size)
+        elif params.prompt_logprobs < 0:
+            assert len(words) == 0
+        else:
+            records = words.reshape(-1, score_words(params.prompt_logprobs))
+            assert records[:, 1].tolist() == list(range(1, len(prompt)))
+            expected = expected_scores(prompt, VOCAB)
+            assert records[:, 0].copy().view(np.float32).tolist() == [logprob for logprob, _ in expected]
+            if params.prompt_logprobs:
+                assert records[:, 2].tolist() == [first for _, first in expected]
 
     def assert_idle(self) -> None:
         self.scheduler.check_integrity()
@@ -343,9 +367,88 @@ def test_output_of_another_step_is_a_protocol_error() -> None:
         harness.scheduler.update(harness.outputs[0], 0)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_reports_are_cut_by_the_outputs_room(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step never exceeds its slots: 24 words hold four records of six, or three hidden states of eight."""
+    monkeypatch.setattr(policy, "REPORT_WORDS", 24)
+    harness = Harness(depth)
+    harness.device.embedding_size = 8
+    scored = [harness.add([i] * 19, max_tokens=i, seed=i, prompt_logprobs=2) for i in range(4)]
+    embedded = [harness.add([5, i] * 3, max_tokens=0, embedding_size=8) for i in range(5)]
+    plain = harness.add([6] * 20)
+    while harness.scheduler.has_work or harness.scheduler.num_in_flight:
+        harness.publish(), harness.run_device()
+        assert all(view.header[view.NUM_REPORTED] <= 24 for view in harness.outputs)
+        harness.take_output()
+    for request in (*scored, *embedded, plain):
+        harness.assert_right(request)
+    harness.assert_idle()
+
+
+def test_a_scored_prompt_reads_no_cache_but_fills_it() -> None:
+    harness = Harness()
+    prompt = [1, 2, 3, 4, 5, 6, 0, 1, 2]
+    for more, hits in (({}, 0), ({"prompt_logprobs": 1}, 0), ({"max_tokens": 0, "prompt_logprobs": 1}, 0), ({}, 8)):
+        request = harness.add(prompt, **more)  # type: ignore[arg-type]
+        harness.run()
+        assert request.num_cached_tokens == hits
+        harness.assert_right(request)
+    harness = Harness()
+    harness.add(prompt, prompt_logprobs=1)
+    harness.run()
+    request = harness.add(prompt, max_tokens=0, embedding_size=4)
+    harness.run()
+    assert request.num_cached_tokens == 8, "a hidden state at the end needs the last position alone"
+    harness.assert_right(request)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_preempted_prompt_reports_every_token_once(depth: int, caching: bool) -> None:
+    harness = Harness(depth, num_blocks=12, max_model_len=44, max_num_batched_tokens=7, enable_prefix_caching=caching)
+    running = [harness.add([i, 1, 2, 3], max_tokens=24, seed=i) for i in range(2)]
+    scored = [harness.add([3, 1, 4, i] * 4, max_tokens=12, seed=i, prompt_logprobs=1) for i in range(4)]
+    harness.run()
+    assert any(request.num_preemptions for request in scored)
+    for request in (*running, *scored):
+        harness.assert_right(request)
+    harness.assert_idle()
+
+
+def test_a_request_without_tokens_may_fill_the_context() -> None:
+    harness = Harness(max_model_len=16)
+    request = harness.add([1, 2, 3, 4] * 4, max_tokens=0, prompt_logprobs=0)
+    harness.run()
+    harness.assert_right(request)
+    assert harness.scheduler.counters.num_steps == 1
+    harness.assert_idle()
+
+
+def test_a_report_that_is_not_finite_ends_its_request_alone() -> None:
+    harness = Harness(depth=1)
+    bad = harness.add([1, 2, 3, 4, 5] * 2, max_tokens=0, embedding_size=4)
+    good = harness.add([4, 5, 6], max_tokens=0, embedding_size=4)
+    harness.publish(), harness.run_device()
+    harness.outputs[0].num_accepted[0] = -1
+    harness.take_output()
+    assert harness.reason_of[bad] is FinishReason.ERROR
+    assert harness.scheduler.pool.match(bad.block_hashes) == [], "what it computed is not trusted"
+    harness.assert_right(good)
+    harness.assert_idle()
+
+
+_KINDS: list[dict[str, int]] = [{}, {"prompt_logprobs": 2}, {"max_tokens": 0, "embedding_size": 4},
+                                {"max_tokens": 0, "prompt_logprobs": 0}]  # fmt: skip
 operations = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.integers(1, 30), st.integers(1, 20), st.integers(0, 3), st.integers(0, 2)),
+        st.tuples(
+            st.just("add"),
+            st.integers(1, 30),
+            st.integers(1, 20),
+            st.integers(0, 3),
+            st.integers(0, 2),
+            st.sampled_from(_KINDS),
+        ),
         st.tuples(st.just("abort"), st.integers(0, 30)),
         st.tuples(st.just("publish")),
         st.tuples(st.just("device")),
@@ -379,13 +482,14 @@ def test_any_order_of_events(operations, depth, caching, policy, num_blocks, num
     aborted: set[Request] = set()
     for operation in operations:
         match operation:
-            case ("add", length, max_tokens, kind, priority):
+            case ("add", length, max_tokens, kind, priority, more):
                 prompt = [(kind * (i // 9 + 1)) % VOCAB for i in range(length)]
                 leader = requests[-1] if requests and kind == 3 and length % 2 else None
                 if leader is not None:
                     prompt = leader.token_ids[: leader.num_prompt].tolist()
                 stop = (2,) if kind == 1 else ()
-                requests.append(harness.add(prompt, max_tokens, seed=kind, stop=stop, priority=priority, leader=leader))
+                more = {"max_tokens": max_tokens, "seed": kind} | more
+                requests.append(harness.add(prompt, stop=stop, priority=priority, leader=leader, **more))
             case ("abort", index) if requests:
                 request = requests[index % len(requests)]
                 if harness.scheduler.abort(request):

@@ -54,6 +54,8 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     new: bool = True
     outputs: list[int] = field(default_factory=list)
+    params: SamplingParams = GREEDY
+    report: list[int] = field(default_factory=list)
 
 
 class Rig:
@@ -82,7 +84,7 @@ class Rig:
         self._next_row = (row + 1) % self.config.num_rows
         self._generation += 1
         self._generations[row] = self._generation
-        sequence = Sequence(row, prompt + outputs)
+        sequence = Sequence(row, prompt + outputs, params=params)
         self.table.token_ids[row, : len(sequence.tokens)] = sequence.tokens
         self.table.num_prompt[row] = len(prompt)
         self.table.num_known[row] = len(sequence.tokens)
@@ -113,11 +115,16 @@ class Rig:
                 step.append_blocks[num_appends] = block
                 num_appends += 1
             end = sequence.num_computed + count
-            sampled = end == len(sequence.tokens)
+            at_end = end == len(sequence.tokens)
+            sampled = at_end and sequence.params.max_tokens > 0
+            embeds = at_end and sequence.params.embedding_size > 0
+            to_score = sequence.num_computed < self.table.num_prompt[sequence.row] - 1
+            scores = to_score and sequence.params.prompt_logprobs >= 0
             step.rows[i] = sequence.row
             step.generation[i] = self._generations[sequence.row]
             step.start[i], step.num_tokens[i], step.num_draft[i] = sequence.num_computed, count + drafts, drafts
             step.flags[i] = StepFlag.NEW * sequence.new | StepFlag.SAMPLE * sampled | StepFlag.LAST_TOKEN * is_decode
+            step.flags[i] |= StepFlag.SCORE * scores | StepFlag.EMBED * embeds
             if drafts:
                 step.start[i] += 3
                 step.flags[i] |= StepFlag.UPPER_BOUND
@@ -126,6 +133,7 @@ class Rig:
         step.header[step.NUM_APPENDS] = num_appends
         self.runner.run(step, self.output)
         for i, (sequence, _) in enumerate(entries):
+            sequence.report += self.output.report_of(i).tolist()
             drawn = self.output.tokens[i, : max(0, self.output.num_accepted[i])].tolist()
             sequence.tokens += drawn
             sequence.outputs += drawn

@@ -1,4 +1,4 @@
-"""`Edits`: what some rows do to their logits before a draw. Logit bias, min_tokens and penalties, on the device.
+"""`Edits`: what some rows do to their logits before a draw: `RowEdits` and penalties, on the device.
 
 The host knows which rows edit, so a step without such rows pays nothing. Penalty counts are [num_rows, vocab], as
 many as rows, made when the first row asks for them (`reserve_bytes` keeps the room free); they follow the tokens as
@@ -17,6 +17,7 @@ from torch import Tensor
 from slipring.kernels.sampling import apply_penalties
 from slipring.shm.table import BatchTable
 from slipring.workers.cuda.device import Device
+from slipring.workers.row_edits import RowEdits
 
 IntArray = NDArray[np.int64]
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -38,9 +39,7 @@ class Edits:
         self._vocab_size = vocab_size
         self._device = device
         self._tokens = torch.from_numpy(table.token_ids)
-        self._bias: dict[int, tuple[Tensor, Tensor]] = {}
-        self._stop_ids: dict[int, Tensor] = {}
-        self._min_tokens = np.zeros(num_rows, np.int32)
+        self._row_edits = RowEdits(table, device.upload)
         self._penalties = np.tile(np.array(_NEUTRAL, np.float32), (num_rows, 1))
         self._penalised = np.zeros(num_rows, bool)
         self._edited = np.zeros(num_rows, bool)
@@ -56,18 +55,10 @@ class Edits:
 
     def admit(self, row: int) -> None:
         """Load what the row's admission asks for; counts are those of its prompt and its outputs so far."""
-        table = self._table
-        self._bias.pop(row, None)
-        self._stop_ids.pop(row, None)
-        if count := int(table.num_bias[row]):
-            ids = self._device.upload(table.bias_ids[row, :count].astype(np.int64))
-            self._bias[row] = (ids, self._device.upload(table.bias_values[row, :count].copy()))
-        self._min_tokens[row] = table.min_tokens[row]
-        if self._min_tokens[row] > 0 and (count := int(table.num_stop_ids[row])):
-            self._stop_ids[row] = self._device.upload(table.stop_ids[row, :count].astype(np.int64))
-        self._penalties[row] = [getattr(table, name)[row] for name in _PENALTIES]
+        self._row_edits.admit(row)
+        self._penalties[row] = [getattr(self._table, name)[row] for name in _PENALTIES]
         self._penalised[row] = (self._penalties[row] != _NEUTRAL).any()
-        self._edited[row] = self._penalised[row] or row in self._bias or row in self._stop_ids
+        self._edited[row] = self._penalised[row] or self._row_edits.edited[row]
         if self._penalised[row]:
             self._recount(row)
 
@@ -77,25 +68,19 @@ class Edits:
 
     def apply(self, scores: Tensor, rows: IntArray, num_outputs: IntArray) -> None:
         """In place; scores [S, V] float32 of rows [S]."""
-        for i in np.flatnonzero(self._edited[rows]).tolist():
-            self._edit_row(scores[i], int(rows[i]), int(num_outputs[i]))
+        self._row_edits.apply(scores, rows, num_outputs)
         if len(at := np.flatnonzero(self._penalised[rows])):
             self._penalise(scores, at, rows[at])
 
     def count(self, rows: IntArray, tokens: Tensor, ok: Tensor) -> None:
         """tokens [S] were drawn for rows [S], except where not ok."""
+        self._row_edits.count(rows, tokens)
         at = np.flatnonzero(self._penalised[rows])
         if not len(at) or self._counts is None:
             return
         index = self._device.upload(at)
         where = (self._device.upload(rows[at]), tokens.index_select(0, index))
         self._counts.output_counts.index_put_(where, ok.index_select(0, index).int(), accumulate=True)
-
-    def _edit_row(self, scores: Tensor, row: int, num_outputs: int) -> None:
-        if (bias := self._bias.get(row)) is not None:
-            scores.index_add_(0, *bias)
-        if (stop_ids := self._stop_ids.get(row)) is not None and num_outputs < self._min_tokens[row]:
-            scores.index_fill_(0, stop_ids, float("-inf"))
 
     def _penalise(self, scores: Tensor, at: IntArray, rows: IntArray) -> None:
         counts = self._counts

@@ -54,6 +54,8 @@ class Forwarded:
     entries: Entries
     sampled: Tensor
     """[S] int64: indices of the sampled entries."""
+    hidden: Tensor
+    """[T, hidden], of all tokens."""
 
 
 class GeneralStep:
@@ -90,9 +92,10 @@ class GeneralStep:
             self._attention(step, entries, token_rows, positions, kv.block_size),
             last_at,
         )
-        logits = self._model.forward(batch, kv)
+        hidden = self._model.hidden(batch, kv)
+        logits = self._model.logits(hidden, last_at)
         rows = entries.rows.long().index_select(0, index)
-        return Forwarded(logits, rows, positions.index_select(0, last_at) + 1, entries, index)
+        return Forwarded(logits, rows, positions.index_select(0, last_at) + 1, entries, index, hidden)
 
     def commit(self, forwarded: Forwarded, tokens: Tensor) -> None:
         """Move row state on: every entry's positions are computed, and `tokens` [S] were drawn."""

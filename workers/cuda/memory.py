@@ -31,7 +31,7 @@ class Budget:
     graphs: int
     """Captured activations live in a pool of their own, where growing buckets leave gaps: twice the largest step's."""
     edits: int
-    """Penalty counts, and what draws that edit logits take beyond others."""
+    """Penalty counts, and what draws that edit logits and reports of prompts take beyond others."""
     margin: int
 
     @classmethod

@@ -7,6 +7,7 @@ their pool when the output is written; a set is never shared, so results of seve
 from __future__ import annotations
 
 import queue
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipring.kernels.logprobs import gather_logprobs
+from slipring.kernels.logprobs import top_logprobs
 from slipring.shm.params import MAX_LOGPROBS
-from slipring.shm.wire import StepInputView, StepOutputView
+from slipring.shm.wire import REPORT_WORDS, StepInputView, StepOutputView
 from slipring.workers.cuda.device import Device, Event
 from slipring.workers.cuda.sampler import Asked, Drawn
+from slipring.workers.reports import EntryReport
 from slipring.workers.runner import NON_FINITE
 
 IntArray = NDArray[np.int64]
@@ -34,6 +36,8 @@ class ResultBuffers:
         self.rank = device.pinned(max_rows, torch.int64)
         self.top_ids = device.pinned(max_rows * MAX_LOGPROBS, torch.int64)
         self.top_logprobs = device.pinned(max_rows * MAX_LOGPROBS, torch.float32)
+        self.report = device.pinned(REPORT_WORDS, torch.int32)
+        self.report_ok = device.pinned(max_rows, torch.bool)
 
 
 class BufferPool:
@@ -66,6 +70,8 @@ class Flight:
     forwarded: Event
     done: Event
     """Behind the copies into `buffers`."""
+    reported: list[tuple[int, int]]
+    """(entry, words) of the reports in `buffers`."""
 
 
 def send_draws(drawn: Drawn, buffers: ResultBuffers) -> None:
@@ -78,14 +84,25 @@ def send_logprobs(logits: Tensor, drawn: Drawn, asked: Asked, device: Device, bu
     """Enqueue log-probabilities of the raw `logits` [S, V]."""
     index = device.upload(asked.at)
     raw = logits.index_select(0, index).float()
-    logprob, rank = gather_logprobs(raw, drawn.tokens.index_select(0, index))
-    top, top_ids = raw.topk(asked.count, dim=1)
-    top_logprobs = top - raw.logsumexp(1, keepdim=True)
+    found = top_logprobs(raw, drawn.tokens.index_select(0, index), asked.count)
     num = len(asked.at)
-    buffers.logprob[:num].copy_(logprob, non_blocking=True)
-    buffers.rank[:num].copy_(rank, non_blocking=True)
-    buffers.top_ids[: num * asked.count].copy_(top_ids.reshape(-1), non_blocking=True)
-    buffers.top_logprobs[: num * asked.count].copy_(top_logprobs.reshape(-1), non_blocking=True)
+    buffers.logprob[:num].copy_(found.logprob, non_blocking=True)
+    buffers.rank[:num].copy_(found.rank, non_blocking=True)
+    buffers.top_ids[: num * asked.count].copy_(found.top_ids.reshape(-1), non_blocking=True)
+    buffers.top_logprobs[: num * asked.count].copy_(found.top_logprobs.reshape(-1), non_blocking=True)
+
+
+def send_reports(reports: Iterable[EntryReport], buffers: ResultBuffers) -> list[tuple[int, int]]:
+    """Enqueue the copies of what entries report; returns (entry, words) of each."""
+    sent: list[tuple[int, int]] = []
+    begin = 0
+    for report in reports:
+        size = len(report.words)
+        buffers.report[begin : begin + size].copy_(report.words, non_blocking=True)
+        buffers.report_ok[len(sent) : len(sent) + 1].copy_(report.ok.reshape(1), non_blocking=True)
+        sent.append((report.entry, size))
+        begin += size
+    return sent
 
 
 def write_output(flight: Flight, output: StepOutputView) -> None:
@@ -97,6 +114,8 @@ def write_output(flight: Flight, output: StepOutputView) -> None:
     output.tokens[sampled, 0] = buffers.tokens.numpy()[: len(sampled)]
     if flight.asked is not None:
         _write_logprobs(sampled[flight.asked.at], flight.asked.count, buffers, output)
+    if flight.reported:
+        _write_reports(flight.reported, buffers, output)
     output.times_ns[output.FORWARD] = int(flight.began.elapsed_time(flight.forwarded) * 1e6)
     output.times_ns[output.SAMPLE] = int(flight.forwarded.elapsed_time(flight.done) * 1e6)
 
@@ -108,3 +127,12 @@ def _write_logprobs(at: IntArray, count: int, buffers: ResultBuffers, output: St
     output.rank[at] = buffers.rank.numpy()[:num]
     output.top_ids[at, :count] = buffers.top_ids.numpy()[: num * count].reshape(num, count)
     output.top_logprobs[at, :count] = buffers.top_logprobs.numpy()[: num * count].reshape(num, count)
+
+
+def _write_reports(reported: list[tuple[int, int]], buffers: ResultBuffers, output: StepOutputView) -> None:
+    words, ok, begin = buffers.report.numpy(), buffers.report_ok.numpy(), 0
+    for i, (entry, size) in enumerate(reported):
+        output.add_report(entry, words[begin : begin + size])
+        if not ok[i]:
+            output.num_accepted[entry] = NON_FINITE
+        begin += size

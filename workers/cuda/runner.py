@@ -18,13 +18,22 @@ from slipring.shm.wire import StepFlag, StepInputView, StepOutputView, StepShape
 from slipring.workers.cuda.decode import DecodeStep
 from slipring.workers.cuda.device import Device, Event
 from slipring.workers.cuda.edits import IntArray
-from slipring.workers.cuda.general import GeneralStep
-from slipring.workers.cuda.results import BufferPool, Flight, ResultBuffers, send_draws, send_logprobs, write_output
+from slipring.workers.cuda.general import Forwarded, GeneralStep
+from slipring.workers.cuda.results import (
+    BufferPool,
+    Flight,
+    ResultBuffers,
+    send_draws,
+    send_logprobs,
+    send_reports,
+    write_output,
+)
 from slipring.workers.cuda.rows import DeviceRows
 from slipring.workers.cuda.sampler import Asked, DeviceSampler, Drawn
 from slipring.workers.cuda.step_mirror import StepMirror
 from slipring.workers.kv_cache import KvCache
 from slipring.workers.models.llama import Llama
+from slipring.workers.reports import Reporter
 
 
 class CudaRunner:
@@ -39,6 +48,7 @@ class CudaRunner:
         self._sampler = sampler = DeviceSampler(table, config.model.vocab_size, device)
         self.decode = DecodeStep(device, model, kv, rows, sampler, mirror, config.max_model_len)
         self._general = GeneralStep(device, model, rows, mirror, self.decode, table, config.max_num_batched_tokens)
+        self._reporter = Reporter(model, table)
         self._buffers = BufferPool(config.max_num_seqs, device)
 
     def exchange_pool(self, kv: KvCache) -> None:
@@ -53,12 +63,13 @@ class CudaRunner:
         self._update_rows(step, num_rows)
         sampled = np.flatnonzero(step.flags[:num_rows] & StepFlag.SAMPLE)
         asked = self._sampler.asked(step.rows[sampled].astype(np.int64))
+        reported: list[tuple[int, int]] = []
         if int(step.header[step.NUM_DECODE]) == num_rows == len(sampled):
             forwarded = self._run_decode(step, asked, buffers)
         else:
-            forwarded = self._run_general(step, sampled, asked, buffers)
+            forwarded, reported = self._run_general(step, sampled, asked, buffers)
         self.rows.host.num_outputs[step.rows[sampled]] += 1
-        return Flight(step, sampled, asked, buffers, began, forwarded, self._device.record())
+        return Flight(step, sampled, asked, buffers, began, forwarded, self._device.record(), reported)
 
     def land(self, flight: Flight, output: StepOutputView) -> None:
         """Wait for the flight and fill `output`; any thread, flights in order."""
@@ -90,12 +101,18 @@ class CudaRunner:
 
     def _run_general(
         self, step: StepInputView, sampled: IntArray, asked: Asked | None, buffers: ResultBuffers
-    ) -> Event:
+    ) -> tuple[Event, list[tuple[int, int]]]:
         result = self._general.forward(step, sampled, self.kv)
         forwarded = self._device.record()
-        if not len(sampled):
+        if len(sampled):
+            self._draw_general(step, sampled, result, asked, buffers)
+        else:
             self._general.commit(result, result.sampled)
-            return forwarded
+        return forwarded, send_reports(self._reporter.reports(step, result.hidden), buffers)
+
+    def _draw_general(
+        self, step: StepInputView, sampled: IntArray, result: Forwarded, asked: Asked | None, buffers: ResultBuffers
+    ) -> None:
         rows = step.rows[sampled].astype(np.int64)
         if self._sampler.edits.any(rows):
             drawn = self._draw_edited(result.logits, result.rows, result.positions, rows)
@@ -103,7 +120,6 @@ class CudaRunner:
             drawn = self._sampler.draw(result.logits, result.rows, result.positions)
         self._general.commit(result, drawn.tokens)
         self._send(result.logits, drawn, asked, buffers)
-        return forwarded
 
     def _draw_edited(self, logits: Tensor, rows: Tensor, positions: Tensor, host_rows: IntArray) -> Drawn:
         num_outputs = self.rows.host.num_outputs[host_rows].astype(np.int64)

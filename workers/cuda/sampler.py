@@ -42,7 +42,7 @@ class Drawn:
     tokens: Tensor
     """[S] int64"""
     ok: Tensor
-    """[S] bool; False where the logits held NaN or infinity and the token means nothing."""
+    """[S] bool; False where the logits held NaN or infinity, or masks left no token: the token means nothing."""
 
 
 class DeviceSampler:
@@ -91,6 +91,9 @@ class DeviceSampler:
         """As `draw`, for any rows; num_outputs [S]: outputs before this one. Counts what was drawn."""
         scores, ok = self._finite(logits)
         self.edits.apply(scores, host_rows, num_outputs)
+        some_left = scores.amax(1).isfinite()
+        scores.masked_fill_(~some_left.unsqueeze(1), 0.0)
+        ok &= some_left
         drawn = Drawn(self._draw(scores, rows, position), ok)
         self.edits.count(host_rows, drawn.tokens, ok)
         return drawn

@@ -28,6 +28,7 @@ from slipring.workers.link import Link
 from slipring.workers.loader import Weights
 from slipring.workers.models.llama import Llama
 from slipring.workers.models.registry import build_model
+from slipring.workers.reports import RESERVE_BYTES
 from slipring.workers.startup_clock import PhaseClock
 
 _SHORT_CHUNK = 8
@@ -67,7 +68,7 @@ def measure(config: WorkerConfig, runner: CudaRunner, device: Device, held: tupl
             f"a step of {config.max_num_batched_tokens} tokens and {config.max_num_seqs} rows does not fit beside the "
             "weights; lower --max-num-batched-tokens or --max-num-seqs"
         ) from error
-    edits = Edits.reserve_bytes(config.num_rows, config.max_num_seqs, config.model.vocab_size)
+    edits = RESERVE_BYTES + Edits.reserve_bytes(config.num_rows, config.max_num_seqs, config.model.vocab_size)
     return Budget.measured(*held, activations, decode_activations, len(runner.decode.buckets), edits)
 
 

@@ -110,7 +110,7 @@ class Layer:
 
 
 class Llama:
-    """The whole model. `forward` returns logits of the sampled tokens only."""
+    """The whole model. `forward` returns logits of the sampled tokens only; `hidden` and `logits` are its halves."""
 
     attention: ClassVar[type[Attention]] = Attention
 
@@ -126,13 +126,24 @@ class Llama:
 
     def forward(self, batch: Batch, kv: KvCache) -> Tensor:
         """Logits [S, vocab] in the compute dtype."""
+        return self.logits(self.hidden(batch, kv), batch.sample_at)
+
+    def hidden(self, batch: Batch, kv: KvCache) -> Tensor:
+        """The residual stream behind the last layer, [T, hidden]."""
         x = F.embedding(batch.input_ids, self.embedding)
         for layer, pools in zip(self.layers, kv.pools, strict=True):
             x = layer.forward(x, self.cos_sin, batch, pools)
-        if not len(batch.sample_at):
-            return x.new_empty((0, self.embedding.shape[0]))
-        normed, _ = rmsnorm(x.index_select(0, batch.sample_at), self.norm, self.eps)
-        return linear(normed, self.head)
+        return x
+
+    def normed(self, hidden: Tensor, at: Tensor) -> Tensor:
+        """The final norm of rows `at` [S] int64 of `hidden`: [S, hidden]."""
+        return rmsnorm(hidden.index_select(0, at), self.norm, self.eps)[0]
+
+    def logits(self, hidden: Tensor, at: Tensor) -> Tensor:
+        """[S, vocab] of rows `at` [S] int64 of `hidden`."""
+        if not len(at):
+            return hidden.new_empty((0, self.embedding.shape[0]))
+        return linear(self.normed(hidden, at), self.head)
 
 
 def _rope_table(spec: ModelSpec, weights: Weights, max_model_len: int) -> Tensor:

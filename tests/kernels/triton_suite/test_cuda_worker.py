@@ -28,6 +28,9 @@ EDITED = SamplingParams(
     stop_token_ids=(7, 9),
     logprobs=3,
 )
+MASKED = SamplingParams(
+    max_tokens=1, seed=5, allowed_token_ids=(5, 6, 7, 8, 9), bad_words=((5,), (6, 7), (7, 6, 7), (8, 8))
+)
 MIXED = [GREEDY, SEEDED, FILTERED, EDITED]
 SMALL: dict[str, object] = {"max_num_seqs": 5, "num_rows": 9}
 
@@ -94,6 +97,37 @@ def test_logprobs_equal_those_of_the_cpu_worker(spec: ModelSpec) -> None:
     np.testing.assert_allclose(ours.logprob[1], theirs.logprob[1], atol=1e-4)
     np.testing.assert_allclose(ours.top_logprobs[1, :3], theirs.top_logprobs[1, :3], atol=1e-4)
     assert ours.header[ours.NUM_LOGPROBS] == 3 and ours.times_ns[ours.FORWARD] > 0
+
+
+def test_masked_rows_draw_the_cpu_workers_tokens(spec: ModelSpec) -> None:
+    outputs = []
+    for rig in (GpuRig(spec, **SMALL), Rig(spec, **SMALL)):
+        first = rig.admit(prompts()[1], MASKED)
+        rig.generate([first], 8)
+        again = rig.admit(prompts()[1], MASKED, outputs=first.outputs)
+        rig.generate([again], 6)
+        outputs.append(first.outputs + again.outputs)
+    assert outputs[0] == outputs[1] and set(outputs[0]) <= {6, 7, 8, 9}
+
+
+def test_reports_equal_those_of_the_cpu_worker(spec: ModelSpec) -> None:
+    scored = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2)
+    embed = SamplingParams(max_tokens=0, embedding_size=spec.hidden_size)
+    reports = []
+    for rig in (GpuRig(spec, **SMALL), Rig(spec, **SMALL)):
+        decoding = rig.admit(prompts()[0])
+        rig.generate([decoding], 1)
+        rows = [rig.admit(prompts()[2], scored), rig.admit(prompts()[3], embed)]
+        rig.run([decoding], [(rows[0], 9), (rows[1], 13)])
+        rig.run([decoding], [(rows[0], 12)])
+        reports.append([np.array(row.report, np.int32) for row in rows])
+        assert len(rows[0].outputs) == 1 and rows[1].outputs == []
+    (ours, our_state), (theirs, their_state) = reports
+    np.testing.assert_allclose(our_state.view(np.float32), their_state.view(np.float32), atol=1e-4)
+    ours, theirs = ours.reshape(20, 6), theirs.reshape(20, 6)
+    assert (ours[:, 1:4] == theirs[:, 1:4]).all(), "ranks and ids"
+    for column in (0, 4, 5):
+        np.testing.assert_allclose(ours.view(np.float32)[:, column], theirs.view(np.float32)[:, column], atol=1e-4)
 
 
 def test_a_failed_row_harms_nobody(spec: ModelSpec) -> None:
