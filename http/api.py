@@ -9,9 +9,12 @@ HEAD and OPTIONS follow from the table.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import re
 import secrets
+import time
 from typing import TYPE_CHECKING, Any
 
 from slipring.http.auth import Cors, KeyRing
@@ -21,14 +24,20 @@ from slipring.http.exchange import ApiRequest, ApiResponse
 from slipring.http.generation import Flights
 from slipring.http.metrics import RequestCounter
 from slipring.http.openapi import document
+from slipring.http.record import record
+from slipring.http.reporter import Reporter
 from slipring.http.responses import Responses
 from slipring.http.routes import ROUTES, TABLE, Route, allowed_methods
 from slipring.http.served import ServedModel
+from slipring.http.stream import FrameStream
 
 if TYPE_CHECKING:
     from slipring.runtime.engine import Engine
 
 logger = logging.getLogger(__name__)
+
+TIMEOUT_HEADER = "x-request-timeout"
+UNMATCHED = "unmatched"
 
 
 class Api:
@@ -40,6 +49,8 @@ class Api:
         self.flights = Flights()
         self.responses = Responses(config)
         self.counter = RequestCounter()
+        self.reporters: tuple[Reporter, ...] = ()
+        """Are told of every request that has ended."""
         self._keys = KeyRing(config.api_keys)
         self._cors = Cors(config.allowed_origins)
 
@@ -63,10 +74,12 @@ class Api:
 
     async def handle(self, request: ApiRequest) -> ApiResponse:
         """Never raises, except when the client has gone (cancelled, or a ConnectionError while reading)."""
+        request.began, request.began_ns = time.monotonic(), time.time_ns()
+        request.path = self._below_root(request.path)
         request.request_id = _request_id(request.headers.get("x-request-id", ""))
         routes, rest = TABLE.match(request.path)
         known = next(iter(routes.values()), None)
-        name, errors = (known.pattern, known.errors) if known else ("unmatched", OPENAI_ERRORS)
+        name, errors = (known.pattern, known.errors) if known else (UNMATCHED, OPENAI_ERRORS)
         response = await self._answer(request, routes, rest, errors)
         response.headers.update(dict.fromkeys(errors.id_headers, request.request_id))
         response.headers.update(self._cors.headers(request))
@@ -80,7 +93,7 @@ class Api:
             if request.method == "OPTIONS":
                 return self._options(request, routes)
             route = self._choose(request, routes)
-            return await route.handler(self, request, rest)
+            return await self._in_time(request, route, rest)
         except ApiError as error:
             return errors.write(error)
         except ConnectionError:
@@ -88,6 +101,53 @@ class Api:
         except Exception:
             logger.exception("%s %s failed", request.method, request.path[:200])
             return errors.write(internal_error())
+
+    def ended(self, request: ApiRequest, response: ApiResponse | None) -> None:
+        """The answer is out, or (None, or a stream that was cancelled) its client has gone. Called once by the face."""
+        if request.deadline is not None:
+            request.deadline.cancel()
+        routes, _ = TABLE.match(request.path)
+        route = next(iter(routes.values()), None)
+        name = route.pattern if route else UNMATCHED
+        self.counter.observe(name, time.monotonic() - request.began)
+        if self.reporters:
+            told = record(request, name, route.operation if route else None, response)
+            for reporter in self.reporters:
+                reporter.add(told)
+
+    async def _in_time(self, request: ApiRequest, route: Route, rest: str) -> ApiResponse:
+        """Call the handler; what takes longer than allowed ends with a 504, or its stream with an error."""
+        seconds = self._seconds_allowed(request)
+        if seconds is None:
+            return await route.handler(self, request, rest)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        message = f"The request took longer than the {seconds:g} s that it may take."
+        try:
+            async with asyncio.timeout_at(deadline):
+                response = await route.handler(self, request, rest)
+        except TimeoutError:
+            raise ApiError(504, message, code="request_timeout") from None
+        if isinstance(response.body, FrameStream):
+            request.deadline = loop.call_at(deadline, response.body.fail, message)
+        return response
+
+    def _seconds_allowed(self, request: ApiRequest) -> float | None:
+        """The server's limit, or the client's own if that is less. Raises ApiError."""
+        limit, asked = self.config.request_timeout_s, request.headers.get(TIMEOUT_HEADER)
+        if asked is None:
+            return limit
+        try:
+            seconds = float(asked)
+        except ValueError:
+            seconds = math.nan
+        if not 0 < seconds < math.inf:
+            raise ApiError(400, f"{TIMEOUT_HEADER} must be a number of seconds above 0.", TIMEOUT_HEADER)
+        return seconds if limit is None else min(seconds, limit)
+
+    def _below_root(self, path: str) -> str:
+        root = self.config.root_path
+        return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
     def _options(self, request: ApiRequest, routes: dict[str, Route]) -> ApiResponse:
         allow = allowed_methods(routes)

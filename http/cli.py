@@ -1,4 +1,5 @@
-"""`slipring`: the command line. Flags are named as in vLLM wherever they mean the same.
+"""`slipring`: the command line. Flags are named as in vLLM wherever they mean the same; those of the outside face are
+in `http_flags.py`.
 
 Heavy imports wait until the command is known, so that --help and mistakes answer at once.
 """
@@ -6,17 +7,16 @@ Heavy imports wait until the command is known, so that --help and mistakes answe
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
-import json
 import logging
-import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-_SUFFIXES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+from slipring.http import http_flags
+from slipring.http.flag_values import not_empty, seconds, size, tokens
+
 _ENGINE = (
     "model", "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
     "kv_cache_memory_bytes", "num_gpu_blocks_override", "enable_prefix_caching", "scheduling_policy",
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 def _run(argv: list[str] | None) -> NoReturn:
     parser = build_parser()
-    args, unknown = parser.parse_known_args(argv)
+    args, unknown = parser.parse_known_args(_with_config_file(parser, sys.argv[1:] if argv is None else argv))
     if unknown:
         parser.exit(2, f"slipring: {_explain_unknown(unknown, args)}\n")
     if args.command == "serve":
@@ -60,6 +60,24 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _with_config_file(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
+    """The command line, with what `serve --config FILE` adds to it."""
+    if argv[:1] != ["serve"]:
+        return argv
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config")
+    path, given = finder.parse_known_args(argv[1:])
+    if path.config is None:
+        return argv
+    from slipring.http.config_file import ConfigFileError, arguments
+
+    (commands,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    try:
+        return ["serve", *arguments(path.config, commands.choices["serve"], given), *given]
+    except ConfigFileError as error:
+        parser.exit(2, f"slipring: {error}\n")
+
+
 def _add_serve(commands: Any) -> None:
     serve = commands.add_parser(
         "serve",
@@ -69,9 +87,10 @@ def _add_serve(commands: Any) -> None:
         allow_abbrev=False,
     )
     serve.add_argument(
-        "model", metavar="MODEL", type=_not_empty, help="a model directory, a .gguf file, or an alias such as smollm2"
+        "model", metavar="MODEL", type=not_empty, help="a model directory, a .gguf file, or an alias such as smollm2"
     )
-    _add_http_flags(serve.add_argument_group("HTTP"))
+    serve.add_argument("--config", metavar="FILE", help="flags from a YAML or JSON file; those given here win")
+    http_flags.add_http_flags(serve)
     _add_model_flags(serve.add_argument_group("model"))
     _add_parser_flags(serve.add_argument_group("tools and reasoning"))
     _add_memory_flags(serve.add_argument_group("KV cache"))
@@ -83,64 +102,12 @@ def _add_serve(commands: Any) -> None:
     serve.set_defaults(flags=_flags_of(serve))
 
 
-def _add_http_flags(group: Any) -> None:
-    group.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is all (default: %(default)s)"
-    )
-    group.add_argument("--port", type=_port, default=8000, help="0: any free one (default: %(default)s)")
-    group.add_argument(
-        "--served-model-name",
-        nargs="+",
-        action="extend",
-        type=_not_empty,
-        metavar="NAME",
-        help="names that requests may use (default: the alias, or the last part of MODEL's path)",
-    )
-    group.add_argument(
-        "--api-key",
-        action="append",
-        default=[],
-        type=_key,
-        metavar="KEY",
-        help="asked for on every route but /health (may be given several times)",
-    )
-    group.add_argument(
-        "--allowed-origins",
-        action="append",
-        default=[],
-        type=_origins,
-        metavar="ORIGIN",
-        help="let browsers at this origin call (several times, or a JSON list; '*' is any; default: none)",
-    )
-    group.add_argument(
-        "--shutdown-timeout",
-        type=_seconds,
-        default=30.0,
-        metavar="SECONDS",
-        help="time for answers in flight after SIGTERM (default: %(default)g)",
-    )
-    group.add_argument(
-        "--max-stored-responses",
-        type=_count,
-        default=1000,
-        metavar="N",
-        help="responses of /v1/responses kept to be asked for or answered; 0: none (default: %(default)s)",
-    )
-    group.add_argument(
-        "--max-stored-response-bytes",
-        type=size,
-        default=64 << 20,
-        metavar="SIZE",
-        help="memory for them (default: 64M)",
-    )
-
-
 def _add_model_flags(group: Any) -> None:
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
     group.add_argument("--device", default="auto", help="auto (the CPU), cpu or cuda:N (default: auto)")
     group.add_argument(
         "--max-model-len",
-        type=_tokens,
+        type=tokens,
         metavar="TOKENS",
         help="context length, such as 4096 or 4K (default: the model's)",
     )
@@ -210,7 +177,7 @@ def _add_fault_flags(group: Any) -> None:
     group.add_argument(
         "--hang-limit",
         dest="hang_limit_s",
-        type=_seconds,
+        type=seconds,
         default=30.0,
         metavar="SECONDS",
         help="a step that takes longer means that the worker hangs (default: %(default)g)",
@@ -244,24 +211,16 @@ def _add_doctor(commands: Any) -> None:
 
 def _serve(args: argparse.Namespace) -> int:
     # Only now: these import aiohttp and numpy.
-    from slipring.http.config import ServerConfig
     from slipring.http.serve import run
-    from slipring.runtime.config import EngineConfig
+    from slipring.runtime.config import ConfigError, EngineConfig
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     engine_config = EngineConfig(**{name: getattr(args, name) for name in _ENGINE})
-    server_config = ServerConfig(
-        served_model_names=tuple(args.served_model_name or [default_model_name(args.model)]),
-        host=args.host,
-        port=args.port,
-        api_keys=tuple(args.api_key),
-        allowed_origins=tuple(origin for origins in args.allowed_origins for origin in origins),
-        shutdown_timeout_s=args.shutdown_timeout,
-        tool_call_parser=args.tool_call_parser,
-        reasoning_parser=args.reasoning_parser,
-        max_stored_responses=args.max_stored_responses,
-        max_stored_response_bytes=args.max_stored_response_bytes,
-    )
+    try:
+        server_config = http_flags.server_config(args, default_model_name(args.model))
+    except ConfigError as error:
+        print(f"slipring: {error}", file=sys.stderr)
+        return 2
     return run(engine_config, server_config)
 
 
@@ -282,21 +241,6 @@ def default_model_name(model: str) -> str:
     return Path(model).name.removesuffix(".gguf") or model
 
 
-def _origins(text: str) -> list[str]:
-    """An origin or, as vLLM takes it, a JSON list of them."""
-    with contextlib.suppress(ValueError):
-        found = json.loads(text) if text.startswith("[") else [text]
-        if all(isinstance(origin, str) and origin for origin in found):
-            return [origin.rstrip("/") for origin in found]
-    raise argparse.ArgumentTypeError(f"{text!r} is neither an origin nor a JSON list of origins")
-
-
-def _not_empty(text: str) -> str:
-    if not text.strip():
-        raise argparse.ArgumentTypeError("must not be empty")
-    return text
-
-
 def _tool_call_parser(text: str) -> str:
     from slipring.http.tool_formats import ALIASES, FORMATS
 
@@ -313,52 +257,6 @@ def _parser_name(text: str, known: tuple[str, ...]) -> str:
     if text in ("auto", "none", *known):
         return text
     raise argparse.ArgumentTypeError(f"{text!r} is none of auto, none, {', '.join(sorted(known))}")
-
-
-def _key(text: str) -> str:
-    if not text or not all("!" <= character <= "~" for character in text):
-        raise argparse.ArgumentTypeError("a key must be one or more printable ASCII characters, without spaces")
-    return text
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; write 0 or more seconds")
-    return seconds
-
-
-def _tokens(text: str) -> int | None:
-    """`4096`, `4k` (4000) or `4K` (4096); `auto` and -1 are None: the model's own."""
-    if text in ("auto", "-1"):
-        return None
-    match = re.fullmatch(r"(\d+)([kK]?)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens; write 4096, 4K or auto")
-    return int(match[1]) * {"": 1, "k": 1000, "K": 1024}[match[2]]
-
-
-def size(text: str) -> int:
-    """Bytes of `512M`, `2G`, `1.5GiB` or a plain number; units are powers of 1024."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 2G, 512M or a number of bytes")
-    return int(float(match[1]) * _SUFFIXES[match[2]])
-
-
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; write a number from 0 to 65535")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; write 0 or more")
-    return int(text)
 
 
 def _flags_of(parser: argparse.ArgumentParser) -> list[str]:

@@ -47,9 +47,10 @@ class Console:
             print(f"  {event.phase}: {event.total / 2**20:.0f} MiB ...", file=self._out, flush=True)
 
     def banner(self, config: ServerConfig, port: int, can_chat: bool) -> None:
-        url = base_url(config.host, port)
+        url = base_url(config, port)
+        where = f"{url}/v1" if config.uds is None else f"unix socket {config.uds}"
         seconds = time.monotonic() - self._began
-        self.line(f"\nSlipring {VERSION} serves {', '.join(config.served_model_names)} at {url}/v1 ({seconds:.1f} s)\n")
+        self.line(f"\nSlipring {VERSION} serves {', '.join(config.served_model_names)} at {where} ({seconds:.1f} s)\n")
         self.line(f"  {_curl(config, url, can_chat)}\n")
         if config.api_keys:
             self.line("  (YOUR_KEY stands for a key given with --api-key)\n")
@@ -59,12 +60,16 @@ class Console:
             print("\r\x1b[K", end="", file=self._out)
 
 
-def base_url(host: str, port: int) -> str:
+def base_url(config: ServerConfig, port: int) -> str:
     """Where a client on this machine reaches the server."""
+    scheme = "http" if config.ssl_certfile is None else "https"
+    if config.uds is not None:
+        return f"{scheme}://localhost"
+    host = config.host
     reachable = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
     if ":" in reachable and not reachable.startswith("["):
         reachable = f"[{reachable}]"
-    return f"http://{reachable}:{port}"
+    return f"{scheme}://{reachable}:{port}"
 
 
 def _bar(done: int, total: int) -> str:
@@ -82,7 +87,9 @@ def _curl(config: ServerConfig, url: str, can_chat: bool) -> str:
     else:
         path, body["prompt"] = "completions", ask
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_keys else ""
+    socket = f"--unix-socket {shlex.quote(config.uds)} " if config.uds else ""
+    trust = "" if config.ssl_certfile is None else f"--cacert {shlex.quote(config.ssl_certfile)} "
     return (
-        f"curl {url}/v1/{path} -H 'Content-Type: application/json'{key} "
+        f"curl {socket}{trust}{url}/v1/{path} -H 'Content-Type: application/json'{key} "
         f"-d {shlex.quote(json.dumps(body, ensure_ascii=False))}"
     )

@@ -1,18 +1,23 @@
 """`ApiRequest` in, `ApiResponse` out: the seam between the API and whatever web framework carries it.
 
-Nothing here knows a framework. A face (aiohttp in `server.py`) builds an `ApiRequest`, awaits `Api.handle`, and
-sends what comes back: plain bytes, or a `FrameStream` whose frames are pushed while the engine produces them.
+Nothing here knows a framework. A face (aiohttp in `server.py`) builds an `ApiRequest`, awaits `Api.handle`,
+sends what comes back (plain bytes, or a `FrameStream` whose frames are pushed while the engine produces them), and
+calls `Api.ended` when that is done or has failed.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from slipring.http.stream import FrameStream
+
+if TYPE_CHECKING:
+    from slipring.http.reply import Work
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
@@ -31,8 +36,14 @@ class ApiRequest:
     body: bytes = b""
     reader: Callable[[], Awaitable[bytes]] | None = None
     """Fetches the body when it is wanted; raises ApiError (413, 400). None: `body` is already there."""
+    # From here on set by `Api.handle`.
     request_id: str = ""
-    """Set by `Api.handle`."""
+    began: float = 0.0
+    """Monotonic seconds."""
+    began_ns: int = 0
+    """Since 1970."""
+    deadline: asyncio.TimerHandle | None = None
+    """Ends a stream that takes too long."""
 
     async def read(self) -> bytes:
         if self.reader is not None:
@@ -45,6 +56,8 @@ class ApiResponse:
     status: int
     body: bytes | FrameStream
     headers: dict[str, str] = field(default_factory=dict)
+    work: Work | None = None
+    """What the engine does for it."""
 
     @classmethod
     def json(cls, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> ApiResponse:

@@ -17,7 +17,7 @@ from slipring.http.bodies import SamplingBody
 from slipring.http.errors import from_engine
 from slipring.http.exchange import ApiResponse
 from slipring.http.output_form import PLAIN, OutputForm
-from slipring.http.reply import Choice, Collector, ReplyHead, Usage
+from slipring.http.reply import Choice, Collector, ReplyHead, Usage, Work
 from slipring.http.sampling import stop_strings
 from slipring.http.served import ServedModel
 from slipring.http.stream import FrameStream, Renderer
@@ -141,9 +141,12 @@ async def answer(model: ServedModel, flights: Flights, head: ReplyHead, plan: Pl
         stream = FrameStream(style.frames(model, plan, head, usage), len(plan.echo), generation.cancel)
         generation.start(stream.push)
         flights.track(stream)
-        return ApiResponse.events(stream)
-    choices = await _collect(flights, generation, Collector(plan.echo, usage))
-    return ApiResponse.json(style.reply(model, plan, head, choices, usage))
+        response = ApiResponse.events(stream)
+    else:
+        choices = await _collect(flights, generation, Collector(plan.echo, usage))
+        response = ApiResponse.json(style.reply(model, plan, head, choices, usage))
+    response.work = Work(head, plan.body, plan.max_tokens, usage)
+    return response
 
 
 async def _collect(flights: Flights, generation: Generation, collector: Collector) -> list[Choice]:

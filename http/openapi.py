@@ -51,6 +51,7 @@ def document(routes: Iterable[Route], config: ServerConfig) -> dict[str, Any]:
     found: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Slipring", "version": VERSION},
+        "servers": [{"url": config.root_path or "/"}],
         "paths": paths,
         "components": {"schemas": dict(sorted(schemas.items()))},
     }

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from slipring.http.bodies import SamplingBody
 from slipring.http.errors import ApiError
-from slipring.runtime.request import Delta, TokenLogprob
+from slipring.runtime.request import Delta, Timing, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,10 @@ class Usage:
         self._per_prompt = choices_per_prompt
         self._cached = [0] * len(prompt_lengths)
         self._reasoning: dict[int, int] = {}
+        self.finish_reasons: list[str] = []
+        """Of the choices that have ended, in the order in which they did."""
+        self.timings: list[Timing] = []
+        """Likewise."""
 
     def add(self, delta: Delta) -> None:
         self.num_generated += len(delta.token_ids)
@@ -42,6 +47,10 @@ class Usage:
             # Of a prompt's choices the first counts: the others share what it has just computed.
             prompt = delta.index // self._per_prompt
             self._cached[prompt] = max(self._cached[prompt], delta.num_cached_tokens)
+        if delta.finish_reason is not None:
+            self.finish_reasons.append(delta.finish_reason)
+            if delta.timing is not None:
+                self.timings.append(delta.timing)
 
     @property
     def num_cached(self) -> int:
@@ -65,6 +74,16 @@ class Usage:
         if self._reasoning:
             fields["completion_tokens_details"] = {"reasoning_tokens": self.num_reasoning}
         return fields
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the engine does for one answer, for those who tell of it afterwards."""
+
+    head: ReplyHead
+    body: SamplingBody
+    max_tokens: int | None
+    usage: Usage
 
 
 @dataclass(slots=True)

@@ -60,6 +60,8 @@ class Route:
     """The handler's own refusals. Those of keys, bodies and readiness follow from the other fields."""
     answer: str = JSON
     """Content type of a 200."""
+    operation: str | None = None
+    """What the model does for it, in OpenTelemetry's words for generative AI."""
     streams: bool = False
     """`stream: true` in the body makes the answer an event stream."""
     needs_key: bool = True
@@ -241,15 +243,15 @@ ROUTES = (
     Route("GET", "/v1/models/{id}", _get_model, "One model", statuses=(404,)),
     Route(
         "POST", "/v1/completions", _completions, "Continue a text",
-        body=CompletionBody, statuses=GENERATES, streams=True,
+        body=CompletionBody, statuses=GENERATES, streams=True, operation="text_completion",
     ),
     Route(
         "POST", "/v1/chat/completions", _chat, "Answer a conversation",
-        body=ChatBody, statuses=GENERATES, streams=True,
+        body=ChatBody, statuses=GENERATES, streams=True, operation="chat",
     ),
     Route(
         "POST", "/v1/messages", _messages, "Answer a conversation, in Anthropic's shape",
-        body=MessagesBody, statuses=GENERATES, streams=True, errors=ANTHROPIC_ERRORS,
+        body=MessagesBody, statuses=GENERATES, streams=True, errors=ANTHROPIC_ERRORS, operation="chat",
     ),
     Route(
         "POST", "/v1/messages/count_tokens", _count_tokens, "Tokens of a conversation, in Anthropic's shape",
@@ -273,7 +275,7 @@ ROUTES = (
     Route("POST", "/detokenize", _detokenize, "Text of token ids", body=DetokenizeBody, statuses=(404,)),
     Route(
         "POST", "/invocations", _invocations, "A chat or a completion, by what the body holds",
-        body=(ChatBody, CompletionBody), statuses=GENERATES, streams=True,
+        body=(ChatBody, CompletionBody), statuses=GENERATES, streams=True, operation="chat",
     ),
     Route("GET", "/load", _load, "Answers in flight"),
     Route("GET", "/is_paused", _is_paused, "Is the server paused?"),

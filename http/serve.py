@@ -14,16 +14,20 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import uvloop
 
+from slipring.http.access_log import AccessLog
 from slipring.http.api import Api
 from slipring.http.config import ServerConfig
 from slipring.http.console import Console
-from slipring.http.server import BindError, HttpServer, bind
+from slipring.http.reporter import Reporter, Sink
+from slipring.http.server import BindError, HttpServer, bind, bind_unix, tls_context
+from slipring.http.tracing import SpanExporter, TracingError
 from slipring.runtime.config import EngineConfig
 from slipring.runtime.engine import ConfigError, Engine, ModelError, StartupError
 
@@ -39,17 +43,37 @@ def run(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until told to stop, then end the process. Returns an exit status only when it never served."""
     raise_descriptor_limit()
     try:
-        sockets = bind(server_config.host, server_config.port)
-    except BindError as error:
+        tls = tls_of(server_config)
+        uds = server_config.uds
+        sockets = bind_unix(uds) if uds else bind(server_config.host, server_config.port)
+        sinks = sinks_of(server_config)
+    except (BindError, TracingError) as error:
         return _complain(str(error))
     # Threads that tokenize long texts must give the interpreter back to the loop soon (the default is 5 ms).
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        status = runner.run(Service(engine_config, server_config, sockets).run())
+        service = Service(engine_config, server_config, sockets, tls, sinks)
+        status = runner.run(service.run())
+        service.close()
         # Not by returning: threads that still tokenize a long text would hold up the exit.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def tls_of(config: ServerConfig) -> ssl.SSLContext | None:
+    """Raises BindError."""
+    if config.ssl_certfile is None:
+        return None
+    return tls_context(config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)
+
+
+def sinks_of(config: ServerConfig) -> list[Sink]:
+    """Who is told of requests that have ended. Raises TracingError."""
+    sinks: list[Sink] = [AccessLog()] if config.access_log else []
+    if config.otlp_traces_endpoint is not None:
+        sinks.append(SpanExporter(config.otlp_traces_endpoint, config.otlp_traces_ratio))
+    return sinks
 
 
 def raise_descriptor_limit() -> None:
@@ -63,18 +87,27 @@ def raise_descriptor_limit() -> None:
 class Service:
     """One life of the server."""
 
-    def __init__(self, engine_config: EngineConfig, config: ServerConfig, sockets: list[socket.socket]) -> None:
+    def __init__(
+        self,
+        engine_config: EngineConfig,
+        config: ServerConfig,
+        sockets: list[socket.socket],
+        tls: ssl.SSLContext | None = None,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
         self._engine_config = engine_config
         self._config = config
         self._sockets = sockets
         self._console = Console()
+        self._tls = tls
         self._api = Api(config)
+        self._api.reporters = tuple(map(Reporter, sinks))
         self._server = HttpServer(self._api)
         self._signal: asyncio.Future[int]
 
     async def run(self) -> int:
         self._listen_for_signals()
-        await self._server.start(self._sockets)
+        await self._server.start(self._sockets, self._tls)
         self._console.line(f"Loading {self._engine_config.model}")
         try:
             engine = await self._unless_signalled(self._load())
@@ -86,9 +119,21 @@ class Service:
             return 128 + self._signal.result()
         self._api.serve(engine)
         engine.collect_when_idle()
-        self._console.banner(self._config, self._sockets[0].getsockname()[1], engine.chat_template is not None)
+        self._console.banner(self._config, self._port(), engine.chat_template is not None)
         reason = await self._unless_signalled(engine.wait_dead())
         return await (self._drain(engine) if reason is None else self._die(engine, reason))
+
+    def _port(self) -> int:
+        address = self._sockets[0].getsockname()
+        return address[1] if isinstance(address, tuple) else 0
+
+    def close(self) -> None:
+        """The loop has ended: write out what is still to be told, and leave no socket file."""
+        for reporter in self._api.reporters:
+            reporter.close(FLUSH_S)
+        if self._config.uds is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._config.uds)
 
     async def _load(self) -> Engine:
         engine = await asyncio.to_thread(Engine, self._engine_config)

@@ -14,7 +14,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import socket
+import ssl
+import stat
 from collections.abc import Coroutine
 from typing import Any
 from urllib.parse import urlsplit
@@ -30,6 +33,7 @@ from slipring.http.stream import FrameStream
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
+_SERVER = "slipring"
 _LINGER_S = 2.0
 """After an answer that came before the whole body: how long the rest is still read, so that the answer arrives."""
 _DECODED = ("", "identity", "gzip", "deflate")
@@ -67,6 +71,45 @@ def bind(host: str, port: int) -> list[socket.socket]:
     return sockets
 
 
+def bind_unix(path: str) -> list[socket.socket]:
+    """A listening unix socket at `path`; one that nobody listens on any more is replaced. Raises BindError."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if stat.S_ISSOCK(os.stat(path).st_mode) and not _answers(path):
+            os.unlink(path)
+    except OSError:
+        pass  # nothing there, or nothing of ours to say about it: bind will tell
+    try:
+        listener.bind(path)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise BindError(f"Cannot listen on --uds {path}: {error.strerror or error}.") from None
+    return [listener]
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(path) == 0
+
+
+def tls_context(certfile: str, keyfile: str | None, ca_certs: str | None) -> ssl.SSLContext:
+    """Raises BindError naming the flag."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certfile, keyfile, password=lambda: "")
+    except (OSError, ssl.SSLError) as error:
+        names = f"--ssl-certfile {certfile}" + (f", --ssl-keyfile {keyfile}" if keyfile else "")
+        raise BindError(f"{names}: no usable certificate and key ({error}).") from None
+    if ca_certs is not None:
+        try:
+            context.load_verify_locations(ca_certs)
+        except (OSError, ssl.SSLError) as error:
+            raise BindError(f"--ssl-ca-certs {ca_certs}: no usable certificates ({error}).") from None
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
 class HttpServer:
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -74,7 +117,7 @@ class HttpServer:
         self._protocols: _Server | None = None
         self._listeners: list[asyncio.Server] = []
 
-    async def start(self, sockets: list[socket.socket]) -> None:
+    async def start(self, sockets: list[socket.socket], tls: ssl.SSLContext | None = None) -> None:
         loop = asyncio.get_running_loop()
         self._protocols = _Server(
             self._handle,
@@ -87,7 +130,8 @@ class HttpServer:
             logger=logger,
         )
         for listener in sockets:
-            self._listeners.append(await loop.create_server(self._protocols, sock=listener, backlog=BACKLOG))
+            listen = loop.create_unix_server if listener.family == socket.AF_UNIX else loop.create_server
+            self._listeners.append(await listen(self._protocols, sock=listener, backlog=BACKLOG, ssl=tls))
 
     async def stop(self, timeout_s: float) -> None:
         """Close the listeners; answers still being written have `timeout_s` before their connections are cut."""
@@ -98,8 +142,15 @@ class HttpServer:
             await self._protocols.shutdown(timeout_s)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        response = await self._api.handle(_api_request(request, self._config))
-        response.headers["Server"] = "slipring"
+        asked, response = _api_request(request, self._config), None
+        try:
+            response = await self._api.handle(asked)
+            return await self._send(request, response)
+        finally:
+            self._api.ended(asked, response)
+
+    async def _send(self, request: web.BaseRequest, response: ApiResponse) -> web.StreamResponse:
+        response.headers["Server"] = _SERVER
         if isinstance(response.body, FrameStream):
             return await self._stream(request, response, response.body)
         reply = web.Response(status=response.status, body=response.body, headers=response.headers)
@@ -216,7 +267,7 @@ class _Connection(web.RequestHandler):
         error = internal_error() if status >= 500 else ApiError(status, "The request is not valid HTTP.")
         answer = error.response()
         assert isinstance(answer.body, bytes)
-        reply = web.Response(status=status, body=answer.body, headers=answer.headers)
+        reply = web.Response(status=status, body=answer.body, headers={**answer.headers, "Server": _SERVER})
         reply.force_close()
         return reply
 

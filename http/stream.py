@@ -51,6 +51,8 @@ class FrameStream:
         """Every frame has been handed over."""
         self.failed = False
         """Ended by an error frame: the face closes the connection."""
+        self.cancelled = False
+        """The client left before the end."""
         self.on_end: Callable[[], object] | None = None
 
     # The engine's side.
@@ -105,6 +107,7 @@ class FrameStream:
     def cancel(self) -> None:
         """The client has gone."""
         if not self.ended:
+            self.cancelled = True
             self._finish()
             self._on_cancel()
 

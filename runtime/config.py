@@ -213,3 +213,11 @@ def _kv_cache_bytes(config: EngineConfig) -> int:
 
 def available_cpus() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def environment_api_keys() -> tuple[str, ...]:
+    """The API key in SLIPRING_API_KEY, if there is one. Raises ConfigError when no header could hold it."""
+    key = os.environ.get("SLIPRING_API_KEY", "")
+    if not all("!" <= character <= "~" for character in key):
+        raise ConfigError("SLIPRING_API_KEY must be printable ASCII, without spaces")
+    return (key,) if key else ()

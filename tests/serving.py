@@ -36,7 +36,7 @@ class Server:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         serve = [sys.executable, "-m", "slipring.http.cli", "serve", model]
-        self._command = [*serve, "--port", str(self.port), *arguments]
+        self._command = [*serve, "--port", str(self.port), "--no-access-log", *arguments]
         self._environment = {**os.environ, **(environment or {})}
         self.process: subprocess.Popen[str]
         self.output = ""

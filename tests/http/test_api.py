@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from slipring.http.messages_errors import ANTHROPIC_ERRORS
 from slipring.http.routes import ROUTES
+from slipring.http.stream import FrameStream
 from slipring.runtime.engine import HealthState
 from slipring.runtime.request import EngineDeadError, InvalidRequestError, QueueFullError
-from tests.http.calls import CHAT, COMPLETIONS, HELLO, call, make_api, refused, refused_anthropic, value
+from tests.http.calls import CHAT, COMPLETIONS, HELLO, acall, call, events, make_api, refused, refused_anthropic, value
 from tests.http.engine_double import EngineDouble
 
 OPEN = {"/health", "/health/live", "/health/ready", "/ping"}
@@ -232,3 +235,52 @@ def test_cors_is_off_by_default_and_exact_when_on() -> None:
 
 def test_version() -> None:
     assert value(call(make_api(), "GET", "/version"))["version"].count(".") == 2
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/api/v1/models"])
+def test_paths_work_with_and_without_the_root_path(path: str) -> None:
+    api = make_api(root_path="/api")
+    assert call(api, "GET", path).status == 200
+    assert value(call(api, "GET", "/openapi.json"))["servers"] == [{"url": "/api"}]
+
+
+@pytest.mark.parametrize("path", ["/api//v1/models", "/api/api/v1/models", "/apiv1/models", "/api", "/API/v1/models"])
+def test_no_odd_spelling_slips_by_below_a_root_path(path: str) -> None:
+    api = make_api(root_path="/api", api_keys=("K",))
+    refused(call(api, "GET", path), 401)
+    refused(call(api, "GET", path, headers={"authorization": "Bearer K"}), 404)
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon", ""])
+def test_a_timeout_that_cannot_be_meant(seconds: str) -> None:
+    response = call(make_api(), "POST", CHAT, {"messages": HELLO}, {"x-request-timeout": seconds})
+    assert refused(response)["param"] == "x-request-timeout"
+
+
+@pytest.mark.parametrize(("limit", "asked"), [(0.05, None), (None, "0.05"), (30.0, "0.05"), (0.05, "30")])
+def test_a_request_that_takes_too_long_is_ended(limit: float | None, asked: str | None) -> None:
+    engine = EngineDouble(script=None)  # says nothing
+    api = make_api(engine, request_timeout_s=limit)
+    response = call(api, "POST", CHAT, {"messages": HELLO}, {"x-request-timeout": asked})
+    assert refused(response, 504)["code"] == "request_timeout" and "0.05 s" in value(response)["error"]["message"]
+    assert engine.aborted == [engine.requests[0].request_id]
+
+
+def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
+    engine = EngineDouble(script=None)
+    api = make_api(engine, request_timeout_s=0.05)
+
+    async def main() -> bytes:
+        response = await acall(api, "POST", CHAT, {"messages": HELLO, "stream": True})
+        engine.say("so far")
+        assert isinstance(response.body, FrameStream)
+        return b"".join([frames async for frames in response.body])
+
+    found = events(asyncio.run(main()))
+    assert "0.05 s" in found[-1]["error"]["message"] and found[-2]["choices"][0]["delta"]["content"] == "so far"
+    assert engine.aborted == [engine.requests[0].request_id]
+
+
+def test_a_request_in_time_is_left_alone() -> None:
+    response = call(make_api(request_timeout_s=30), "POST", CHAT, {"messages": HELLO})
+    assert value(response)["choices"][0]["message"]["content"] == "Hello!"

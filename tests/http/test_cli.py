@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from slipring.http import cli
+from slipring.http import cli, flag_values, http_flags
 from slipring.http.chat_terminal import chat
+from slipring.http.config import ServerConfig
 from slipring.http.console import Console, base_url
-from slipring.runtime.config import EngineConfig
+from slipring.runtime.config import ConfigError, EngineConfig
 from slipring.runtime.engine import StartupEvent
 from tests.http.engine_double import EngineDouble
 from tests.http.test_server import serving
@@ -40,7 +41,7 @@ def test_flags_reach_the_config() -> None:
     [("2G", 2 << 30), ("512M", 512 << 20), ("1.5GiB", 3 << 29), ("64kb", 64 << 10), ("4096", 4096), ("1 T", 1 << 40)],
 )
 def test_sizes(text: str, value: int) -> None:
-    assert cli.size(text) == value
+    assert flag_values.size(text) == value
 
 
 @pytest.mark.parametrize(
@@ -81,8 +82,8 @@ def test_the_default_name_of_a_model(model: str, name: str) -> None:
 
 
 def test_origins_are_single_values_or_json_lists() -> None:
-    assert cli._origins("https://a/") == ["https://a"]
-    assert cli._origins('["https://b/", "*"]') == ["https://b", "*"]
+    assert flag_values.origins("https://a/") == ["https://a"]
+    assert flag_values.origins('["https://b/", "*"]') == ["https://b", "*"]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_context_lengths_as_people_write_them(text: str, tokens: int | None) -> 
     [("0.0.0.0", "http://127.0.0.1:1"), ("::", "http://[::1]:1"), ("::1", "http://[::1]:1"), ("box", "http://box:1")],
 )
 def test_the_banner_names_an_address_that_can_be_reached(host: str, url: str) -> None:
-    assert base_url(host, 1) == url
+    assert base_url(ServerConfig(served_model_names=("m",), host=host), 1) == url
 
 
 def test_start_up_lines_without_a_terminal() -> None:
@@ -173,3 +174,45 @@ def test_the_servers_refusal_is_a_sentence(monkeypatch, capsys) -> None:
 def test_chat_without_a_server_says_how_to_start_one(capsys) -> None:
     assert chat("http://127.0.0.1:9/v1", None, None, None) == 1
     assert "slipring serve" in capsys.readouterr().err
+
+
+def server_config(*flags: str) -> ServerConfig:
+    return http_flags.server_config(cli.build_parser().parse_args(["serve", "m", *flags]), "m")
+
+
+def test_every_flag_of_the_outside_face_has_the_configs_default() -> None:
+    assert server_config() == ServerConfig(served_model_names=("m",))
+
+
+def test_flags_of_the_outside_face_reach_its_config() -> None:
+    found = server_config(
+        "--uds", "/run/s", "--root-path", "/api/", "--disable-access-log", "--metrics-names", "vllm",
+        "--request-timeout", "2.5", "--max-body-size", "1M", "--ssl-certfile", "c", "--ssl-keyfile", "k",
+        "--otlp-traces-endpoint", "http://c:4318", "--otlp-traces-sample-ratio", "0.25", "--enable-request-id-headers",
+    )  # fmt: skip
+    assert (found.uds, found.root_path, found.access_log, found.metrics_names) == ("/run/s", "/api", False, "vllm")
+    assert (found.request_timeout_s, found.max_body_bytes) == (2.5, 1 << 20)
+    assert (found.ssl_certfile, found.ssl_keyfile) == ("c", "k")
+    assert (found.otlp_traces_endpoint, found.otlp_traces_ratio) == ("http://c:4318", 0.25)
+
+
+def test_keys_come_from_flags_files_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\nfile-1\n\n  file-2\n")
+    monkeypatch.setenv("SLIPRING_API_KEY", "env")
+    assert server_config("--api-key", "a", "--api-key-file", str(path)).api_keys == ("a", "file-1", "file-2", "env")
+    monkeypatch.setenv("SLIPRING_API_KEY", "two words")
+    with pytest.raises(ConfigError, match="SLIPRING_API_KEY"):
+        server_config()
+
+
+@pytest.mark.parametrize("text", ["", "# nothing", "two words", "clé"])
+def test_a_file_without_a_usable_key_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(SystemExit):
+        server_config("--api-key-file", str(tmp_path / "keys"))
+
+
+def test_a_key_file_without_a_certificate_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--ssl-certfile"):
+        server_config("--ssl-keyfile", "k")

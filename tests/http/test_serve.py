@@ -284,3 +284,31 @@ def test_descriptors_are_raised_to_the_hard_limit() -> None:
     with started() as process:
         soft, hard = psutil.Process(process.popen.pid).rlimit(psutil.RLIMIT_NOFILE)
         assert soft == hard
+
+
+def test_one_life_on_a_unix_socket_with_an_access_log(tmp_path: Path) -> None:
+    path = tmp_path / "slipring.sock"
+    process = Process("--uds", str(path))
+
+    async def main() -> None:
+        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as client:
+            for _ in range(600):
+                with contextlib.suppress(aiohttp.ClientError):
+                    if (await health(client, "http://localhost"))[0] == 200:
+                        break
+                await asyncio.sleep(0.05)
+            body = {**BODY, "stream": False, "max_tokens": 3}
+            headers = {"x-request-id": "mine"}
+            async with client.post("http://localhost/v1/chat/completions", json=body, headers=headers) as response:
+                assert response.status == 200
+
+    try:
+        asyncio.run(main())
+        process.popen.send_signal(signal.SIGTERM)
+        status, out, _ = process.finish()
+    finally:
+        process.popen.kill()
+    assert status == 0 and not path.exists()
+    (line,) = [line for line in out.splitlines() if " 200 POST " in line]
+    assert "/v1/chat/completions id=mine " in line and "+3 length" in line and " ttft=" in line
+    assert f"curl --unix-socket {path} http://localhost/v1/chat/completions" in out

@@ -7,27 +7,38 @@ import contextlib
 import gzip
 import json
 import socket
+import ssl
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import uvloop
 
-from slipring.http.server import BindError, HttpServer, bind
+from slipring.http.api import Api
+from slipring.http.server import BindError, HttpServer, bind, bind_unix, tls_context
 from tests.http.calls import CHAT, COMPLETIONS, HELLO, make_api
 from tests.http.engine_double import EngineDouble
 
 
 @contextlib.asynccontextmanager
-async def serving(engine: EngineDouble, **config: Any) -> AsyncIterator[int]:
+async def serving_api(engine: EngineDouble, **config: Any) -> AsyncIterator[tuple[Api, int]]:
     sockets = bind("127.0.0.1", 0)
-    server = HttpServer(make_api(engine, **config))
+    api = make_api(engine, **config)
+    server = HttpServer(api)
     await server.start(sockets)
     try:
-        yield sockets[0].getsockname()[1]
+        yield api, sockets[0].getsockname()[1]
     finally:
         await server.stop(0.1)
+
+
+@contextlib.asynccontextmanager
+async def serving(engine: EngineDouble, **config: Any) -> AsyncIterator[int]:
+    async with serving_api(engine, **config) as (_, port):
+        yield port
 
 
 def on_uvloop(test: Callable[[], Awaitable[None]]) -> None:
@@ -367,5 +378,117 @@ def test_a_client_that_does_not_read_a_plain_answer_is_dropped() -> None:
 
             assert await asyncio.to_thread(rest) < 20_000_000, "it was cut off, not waited for"
             client.close()
+
+    on_uvloop(main)
+
+
+# Other ways in: TLS and unix sockets.
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A self-signed certificate for localhost, and its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = str(folder / "certificate.pem"), str(folder / "key.pem")
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
+    subprocess.run([*make, "-out", certificate, "-keyout", key], check=True, capture_output=True)
+    return certificate, key
+
+
+async def over_tls(context: ssl.SSLContext, client_context: ssl.SSLContext) -> bytes:
+    sockets = bind("127.0.0.1", 0)
+    server = HttpServer(make_api(EngineDouble()))
+    await server.start(sockets, context)
+    try:
+        url = f"https://127.0.0.1:{sockets[0].getsockname()[1]}{CHAT}"
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=client_context)) as client,
+            client.post(url, data=CHAT_BODY, headers=JSON) as response,
+        ):
+            return await response.read()
+    finally:
+        await server.stop(0.1)
+
+
+def test_a_stream_over_tls(certificate: tuple[str, str]) -> None:
+    async def main() -> None:
+        trusting = ssl.create_default_context(cafile=certificate[0])
+        data = await over_tls(tls_context(*certificate, None), trusting)
+        assert data.endswith(b"data: [DONE]\n\n") and data.count(b'"content":"') == 1 + len("Hello!")
+
+    on_uvloop(main)
+
+
+def test_clients_must_show_a_certificate_where_authorities_are_named(certificate: tuple[str, str]) -> None:
+    async def main() -> None:
+        context = tls_context(*certificate, certificate[0])
+        trusting = ssl.create_default_context(cafile=certificate[0])
+        with pytest.raises((aiohttp.ClientError, ConnectionError)):
+            await over_tls(context, trusting)
+        trusting.load_cert_chain(*certificate)
+        assert (await over_tls(context, trusting)).endswith(b"[DONE]\n\n")
+
+    on_uvloop(main)
+
+
+def test_plain_http_to_a_tls_port_harms_nobody(certificate: tuple[str, str]) -> None:
+    async def main() -> None:
+        sockets = bind("127.0.0.1", 0)
+        server = HttpServer(make_api(EngineDouble()))
+        await server.start(sockets, tls_context(*certificate, None))
+        answer = await exchange(sockets[0].getsockname()[1], b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", 2)
+        assert b" 200 " not in answer
+        await server.stop(0.1)
+
+    on_uvloop(main)
+
+
+@pytest.mark.parametrize("wrong", ["missing", "not a certificate", "another's key"])
+def test_certificates_that_cannot_be_used_are_told(certificate: tuple[str, str], wrong: str, tmp_path: Path) -> None:
+    other = tmp_path / "other.pem"
+    if wrong != "missing":
+        other.write_text("nonsense")
+    files = (certificate[0], str(other)) if wrong == "another's key" else (str(other), certificate[1])
+    with pytest.raises(BindError, match="--ssl-certfile"):
+        tls_context(*files, None)
+    with pytest.raises(BindError, match="--ssl-ca-certs"):
+        tls_context(*certificate, str(other))
+
+
+def test_over_a_unix_socket(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+
+    async def main() -> None:
+        for _ in range(2):  # the second finds what the first has left
+            server = HttpServer(make_api(EngineDouble()))
+            await server.start(bind_unix(path))
+            with pytest.raises(BindError, match="--uds"):
+                bind_unix(path)
+            async with (
+                aiohttp.ClientSession(connector=aiohttp.UnixConnector(path)) as client,
+                client.post(f"http://localhost{CHAT}", data=CHAT_BODY, headers=JSON) as response,
+            ):
+                assert (await response.read()).endswith(b"[DONE]\n\n")
+            await server.stop(0.1)
+
+    on_uvloop(main)
+
+
+def test_a_file_that_is_no_socket_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "s").write_text("mine")
+    with pytest.raises(BindError):
+        bind_unix(str(tmp_path / "s"))
+    assert (tmp_path / "s").read_text() == "mine"
+
+
+@pytest.mark.parametrize("request_line", [b"GET / HTTP/9.9", b"G\x00T / HTTP/1.1", b"GET", b"GET /\x01 HTTP/1.1"])
+def test_what_is_no_http_gets_our_error_and_our_name(request_line: bytes) -> None:
+    async def main() -> None:
+        async with serving(EngineDouble()) as port:
+            answer = await exchange(port, request_line + b"\r\nHost: x\r\n\r\n")
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert head.split(b" ")[1] == b"400" and b"Server: slipring" in head and b"aiohttp" not in answer
+            assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
     on_uvloop(main)

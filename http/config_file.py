@@ -1,0 +1,73 @@
+"""`--config FILE`: flags from a YAML or JSON file, as if they stood at the beginning of the command line.
+
+    model: smollm2
+    port: 8123
+    enable-prefix-caching: false
+    served-model-name: [small, smollm2]
+
+Keys are the flags' names, with - or _. What stands on the command line itself wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from pathlib import Path
+from typing import Any
+
+
+class ConfigFileError(Exception):
+    """The message says where and what would be accepted."""
+
+
+def arguments(path: str, parser: argparse.ArgumentParser, given: list[str]) -> list[str]:
+    """What the file adds to the arguments `given`. Raises ConfigFileError."""
+    actions = {flag: action for action in parser._actions for flag in action.option_strings}
+    stated = {actions[flag].dest for word in given if (flag := word.partition("=")[0]) in actions}
+    found: list[str] = []
+    for key, value in _mapping(path).items():
+        name = str(key).replace("_", "-")
+        if name == "model":
+            found += [] if _has_model(given) else [_scalar(path, name, value)]
+            continue
+        action = actions.get(f"--{name}")
+        if action is None or name in ("config", "help"):
+            near = difflib.get_close_matches(f"--{name}", actions, 1, 0.5)
+            hint = f" Did you mean {near[0][2:]}?" if near else " See slipring serve --help."
+            raise ConfigFileError(f"{path}: there is no flag {name!r}.{hint}")
+        if action.dest not in stated and value is not None:
+            found += _words(path, name, action, value)
+    return found
+
+
+def _has_model(given: list[str]) -> bool:
+    return bool(given) and not given[0].startswith("-")
+
+
+def _mapping(path: str) -> dict[Any, Any]:
+    import yaml  # reads JSON, too
+
+    try:
+        value = yaml.safe_load(Path(path).read_text("utf-8"))
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise ConfigFileError(f"--config {path}: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigFileError(f"--config {path}: the file must hold names of flags and their values")
+    return value
+
+
+def _words(path: str, name: str, action: argparse.Action, value: Any) -> list[str]:
+    if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+        if not isinstance(value, bool):
+            raise ConfigFileError(f"{path}: {name} must be true or false, got {value!r}")
+        if value:
+            return [f"--{name}"]
+        return [f"--no-{name}"] if isinstance(action, argparse.BooleanOptionalAction) else []
+    values = value if isinstance(value, list) else [value]
+    return [f"--{name}={_scalar(path, name, item)}" for item in values]
+
+
+def _scalar(path: str, name: str, value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ConfigFileError(f"{path}: {name} must be a text or a number, got {value!r}")
+    return str(value)
