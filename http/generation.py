@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipring.http.bodies import SamplingBody
+from slipring.http.call_limit import CallLimit
 from slipring.http.errors import from_engine
 from slipring.http.exchange import ApiResponse
 from slipring.http.output_form import PLAIN, OutputForm
@@ -21,6 +22,7 @@ from slipring.http.reply import Choice, Collector, ReplyHead, Usage, Work
 from slipring.http.sampling import stop_strings
 from slipring.http.served import ServedModel
 from slipring.http.stream import FrameStream, Renderer
+from slipring.http.tools import MANY
 from slipring.runtime.grammar import Grammar
 from slipring.runtime.request import Delta, EngineError, GenerationRequest
 
@@ -103,6 +105,9 @@ class Generation:
 
     def start(self, push: Callable[[Delta], None]) -> None:
         """Raises ApiError; then nothing is left running."""
+        output = self._plan.output
+        if output.tools is not None and output.limit < MANY and self._plan.grammar is None:
+            push = CallLimit(output, self._plan.n, push, self.cancel).push
         try:
             for position, request in enumerate(self._requests):
                 self._engine.submit(request, _sink(position * self._plan.n, push))

@@ -14,7 +14,7 @@ from slipring.http.output_parser import Event, OutputParser, ParsedText, ToolFor
 from slipring.http.reasoning import Reasoning, detect_reasoning, reasoning_format
 from slipring.http.reply import Choice, Usage
 from slipring.http.tool_formats import detect_tool_format, forcible, tool_format
-from slipring.http.tools import ToolUse
+from slipring.http.tools import MANY, ToolUse
 from slipring.runtime.request import Delta
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class OutputForm:
     """None: what looks like a call is content."""
     reasoning: Reasoning | None = None
     schemas: Mapping[str, Any] = field(default_factory=dict)
-    limit: int = 1 << 30
+    limit: int = MANY
     in_reasoning: bool = False
     """The prompt has opened the reasoning."""
     end_of_reasoning: int | None = None
@@ -95,7 +95,7 @@ class OutputRules:
 
 
 class ChoiceParser:
-    """One choice's deltas taken apart. One delta that holds them all gives the same."""
+    """One choice's deltas taken apart."""
 
     def __init__(self, form: OutputForm, new_id: Callable[[], str]) -> None:
         self._parser = OutputParser(
@@ -138,8 +138,13 @@ class ChoiceParser:
         self._num_counted += len(token_ids)
 
     def read(self, choice: Choice) -> ParsedText:
-        """A choice that has ended."""
-        return join_events(self.push(choice.whole()))
+        """A choice that has ended, piece by piece, so that tokens are counted as in a stream."""
+        events: list[Event] = []
+        end = 0
+        for text, size in zip(choice.pieces, choice.sizes, strict=True):
+            begin, end = end, end + size
+            events += self.push(Delta(index=0, text=text, token_ids=choice.token_ids[begin:end]))
+        return join_events(events + self.push(Delta(index=0, finish_reason=choice.finish_reason)))
 
     def tell_usage(self, usage: Usage, index: int) -> None:
         if self._reasons:

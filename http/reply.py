@@ -94,6 +94,8 @@ class Choice:
     """Text that comes before what was generated."""
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """Tokens of each piece."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -138,6 +140,7 @@ class Collector:
         choice = self.choices[delta.index]
         choice.pieces.append(delta.text)
         choice.token_ids.extend(delta.token_ids)
+        choice.sizes.append(len(delta.token_ids))
         choice.logprobs.extend(delta.logprobs or ())
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason

@@ -10,9 +10,8 @@ format that `tool_formats.HERMES` reads. Calls and results in the history become
 
 from __future__ import annotations
 
+import json
 from typing import Any
-
-import orjson
 
 _BEFORE = """# Tools
 
@@ -43,7 +42,7 @@ def say_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def say_tools(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same conversation with the tools in its system message."""
-    text = _BEFORE + "\n".join(orjson.dumps(tool).decode() for tool in tools) + _AFTER
+    text = _BEFORE + "\n".join(_json(tool) for tool in tools) + _AFTER
     first = messages[0]
     if first["role"] not in ("system", "developer"):
         return [{"role": "system", "content": text}, *messages]
@@ -65,4 +64,9 @@ def _with_calls(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(call: dict[str, Any]) -> str:
-    return f"<tool_call>\n{orjson.dumps(call['function']).decode()}\n</tool_call>"
+    return f"<tool_call>\n{_json(call['function'])}\n</tool_call>"
+
+
+def _json(value: Any) -> str:
+    """As templates print it."""
+    return json.dumps(value, ensure_ascii=False)

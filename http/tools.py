@@ -17,6 +17,8 @@ from slipring.http.errors import ApiError, bad_request
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
+MANY = 1 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
@@ -26,7 +28,7 @@ class ToolUse:
     """The parameters' JSON schema by name, in the order of `tools`."""
     forced: tuple[str, ...] = ()
     """A call of one of these must come. Empty: the model chooses."""
-    limit: int = 1 << 30
+    limit: int = MANY
     """Most calls in one answer."""
 
 
@@ -42,7 +44,7 @@ def check_tools(body: ChatBody) -> ToolUse | None:
     if not tools or choice == "none":
         return None
     single = body.parallel_tool_calls is False or isinstance(choice, dict)
-    return ToolUse(tools, schemas, forced, 1 if single else 1 << 30)
+    return ToolUse(tools, schemas, forced, 1 if single else MANY)
 
 
 def _forced(choice: str | dict[str, Any] | None, schemas: dict[str, Any]) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from slipring.runtime.chat_template import ChatTemplate
 from slipring.runtime.engine import Health, HealthState
+from slipring.runtime.grammar import Grammar, GrammarCompiler, GrammarSpec
 from slipring.runtime.metrics import Metrics, Stats
 from slipring.runtime.request import Delta, GenerationRequest, Sink, TokenLogprob
 from slipring.shm.spec import ModelSpec, SamplingDefaults
@@ -29,6 +30,7 @@ VOCAB = 300
 
 class ByteTokenizer:
     vocab_size = VOCAB
+    special_ids = frozenset({EOS})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode("utf-8", "replace"))
@@ -63,6 +65,7 @@ class EngineDouble:
         self.tokenizer = ByteTokenizer()
         self.chat_template = None if template is None else ChatTemplate(template)
         self.spec = spec(defaults or SamplingDefaults())
+        self._grammars = GrammarCompiler(self.spec)
         self.state = HealthState.HEALTHY
         self.reason: str | None = None
         self.requests: list[GenerationRequest] = []
@@ -98,6 +101,9 @@ class EngineDouble:
 
     async def encode_many(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         return [await self.encode(text, add_special_tokens) for text in texts]
+
+    async def compile_grammar(self, spec: GrammarSpec, param: str) -> Grammar:
+        return await self._grammars.compile(spec, param, self.tokenizer)  # type: ignore[arg-type]
 
     def check_length(self, text: str) -> None:
         return

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from slipring.http.api import Api
+from slipring.http.output_form import OutputForm
+from slipring.http.reasoning import THINK
+from slipring.runtime.request import Delta
 from tests.http.calls import CHAT, HELLO, acall, call, events, make_api, refused, stream_bytes, value
 from tests.http.engine_double import TEMPLATE, EngineDouble
 
@@ -114,6 +117,20 @@ def test_one_call_when_calls_may_not_be_parallel(stream: bool) -> None:
     assert found["finish_reason"] == "tool_calls" and found["message"]["content"] == "Well."
 
 
+def test_generation_stops_behind_the_only_call() -> None:
+    engine = EngineDouble(TWO, max_model_len=4000, template=TEMPLATE)
+
+    async def main() -> dict[str, Any]:
+        response = await acall(make_api(engine), "POST", CHAT, {**TOOLS, "parallel_tool_calls": False, "n": 2})
+        await asyncio.sleep(0)
+        return value(response)
+
+    answer = asyncio.run(main())
+    assert len(engine.aborted) == 1
+    assert [len(c["message"]["tool_calls"]) for c in answer["choices"]] == [1, 1]
+    assert answer["usage"]["completion_tokens"] == 2 * (TWO.index("}}") + 1), "nothing hidden is counted"
+
+
 def test_logprobs_cover_every_token_once_and_in_order() -> None:
     asked = {"logprobs": True, "max_tokens": 400}
     plain, streamed = choice(api(TWO), **asked), assembled(api(TWO), **asked)
@@ -191,9 +208,22 @@ def test_a_template_without_tools_gets_calls_and_results_as_text() -> None:
     ]
     assert rendered({"messages": history}, SIMPLE) == (
         "<user>hi<assistant>Let me see."
-        '<assistant><tool_call>\n{"name":"get","arguments":{"city":"Paris"}}\n</tool_call>'
+        '<assistant><tool_call>\n{"name": "get", "arguments": {"city": "Paris"}}\n</tool_call>'
         "<user><tool_response>\nsunny\n</tool_response>\n<tool_response>\ndone\n</tool_response><assistant>"
     )
+
+
+def test_deeply_nested_parameters_are_served_or_refused() -> None:
+    for depth in (50, 200, 440):
+        schema: Any = {}
+        for _ in range(depth):
+            schema = {"properties": {"x": schema}}
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        for template in (TEMPLATE, SIMPLE):
+            served = make_api(EngineDouble("ok", max_model_len=100_000, template=template))
+            for choice in ("auto", "required"):
+                body = {"messages": HELLO, "tools": [tool], "tool_choice": choice}
+                assert call(served, "POST", CHAT, body).status in (200, 400)
 
 
 def test_calls_in_messages_that_cannot_have_them() -> None:
@@ -213,8 +243,16 @@ def test_reasoning_is_told_apart_and_counted(template: str, before: str) -> None
     assert found["message"]["content"] == "Well." and len(found["message"]["tool_calls"]) == 2
     same(assembled(api(said, template)), found)
     usage = value(call(api(said, template), "POST", CHAT, TOOLS))["usage"]
-    counted = usage["completion_tokens_details"]["reasoning_tokens"]
-    assert counted > 0
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": said.index("</think>") + len("</think>")}
+
+
+@pytest.mark.parametrize("cuts", [(), (1,), (3,), (4,), (1, 2, 3, 4, 5)])
+def test_the_token_that_ends_the_reasoning_ends_its_count_however_deltas_are_merged(cuts: tuple[int, ...]) -> None:
+    texts, ids = ["<think>", "a", "b", "</think>", "c", "d"], [1, 2, 3, 7, 4, 5]
+    parser = OutputForm(reasoning=THINK, end_of_reasoning=7).parser()
+    for begin, end in zip((0, *cuts), (*cuts, 6), strict=True):
+        parser.push(Delta(index=0, text="".join(texts[begin:end]), token_ids=ids[begin:end]))
+    assert parser.num_reasoning == 4
 
 
 def test_reasoning_that_is_never_closed_is_all_there_is() -> None:
