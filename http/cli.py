@@ -22,6 +22,7 @@ _ENGINE = (
     "kv_cache_memory_bytes", "num_gpu_blocks_override", "enable_prefix_caching", "scheduling_policy",
     "async_scheduling", "seed", "cpu_threads", "max_queued_requests", "max_queued_tokens", "worker_module",
     "debug_integrity", "allow_long_max_model_len", "data_parallel_size", "on_fault", "hang_limit_s",
+    "speculative_config",
 )  # fmt: skip
 """Flags that are fields of `runtime.config.EngineConfig`."""
 
@@ -163,6 +164,15 @@ def _add_scheduling_flags(group: Any) -> None:
         default=True,
         help="publish the next step while the last one runs (default: on)",
     )
+    group.add_argument(
+        "--speculative-config",
+        "-sc",
+        metavar="JSON",
+        help="""draft tokens and verify them, such as '{"method": "ngram", "num_speculative_tokens": 5}'""",
+    )
+    group.add_argument("--spec-method", metavar="METHOD", help="short for that key of --speculative-config")
+    group.add_argument("--spec-model", metavar="PATH", help="likewise, for model")
+    group.add_argument("--spec-tokens", type=int, metavar="N", help="likewise, for num_speculative_tokens")
     group.add_argument("--max-queued-requests", type=int, default=4096, metavar="N", help="429 beyond it (%(default)s)")
     group.add_argument("--max-queued-tokens", type=int, default=4_000_000, metavar="N", help="likewise (%(default)s)")
 
@@ -215,6 +225,7 @@ def _serve(args: argparse.Namespace) -> int:
     from slipring.runtime.config import ConfigError, EngineConfig
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    args.speculative_config = _speculative_config(args)
     engine_config = EngineConfig(**{name: getattr(args, name) for name in _ENGINE})
     try:
         server_config = http_flags.server_config(args, default_model_name(args.model))
@@ -222,6 +233,17 @@ def _serve(args: argparse.Namespace) -> int:
         print(f"slipring: {error}", file=sys.stderr)
         return 2
     return run(engine_config, server_config)
+
+
+def _speculative_config(args: argparse.Namespace) -> str | None:
+    """The JSON, with the short flags in it; they are refused beside it."""
+    keys = {"method": args.spec_method, "model": args.spec_model, "num_speculative_tokens": args.spec_tokens}
+    short = {key: value for key, value in keys.items() if value is not None}
+    if not short:
+        return args.speculative_config
+    if args.speculative_config is not None:
+        sys.exit("slipring: give either --speculative-config or --spec-method, --spec-model and --spec-tokens")
+    return json.dumps(short)
 
 
 def _chat(args: argparse.Namespace) -> int:

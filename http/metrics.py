@@ -57,6 +57,16 @@ _COUNTERS = (
     Family("steps", "Steps published to the workers.", "num_steps", False),
     Family("rejected_requests", "Requests refused because the queue was full.", "num_rejected", False),
 )
+_SPECULATION = (
+    Family("spec_decode_num_drafts", "Times that drafts were verified for a row.", "num_drafts"),
+    Family("spec_decode_num_draft_tokens", "Draft tokens verified.", "num_draft_tokens"),
+    Family("spec_decode_num_accepted_tokens", "Draft tokens accepted.", "num_accepted_tokens"),
+)
+_PER_POSITION = Family(
+    "spec_decode_num_accepted_tokens_per_pos",
+    "Draft tokens accepted, by their place in the chain.",
+    "num_accepted_per_position",
+)
 _TOKEN_HISTOGRAMS = (
     Family("time_to_first_token_seconds", "From submission to the first token.", "ttft_s"),
     Family("inter_token_latency_seconds", "Between two tokens of a completion.", "itl_s"),
@@ -127,6 +137,10 @@ class _Snapshot(Collector):
             yield from self._numbers(GaugeMetricFamily, family, getattr(stats, family.field))
         for family in _COUNTERS:
             yield from self._numbers(CounterMetricFamily, family, getattr(stats, family.field))
+        if (accepted := stats.num_accepted_per_position) is not None:
+            for family in _SPECULATION:
+                yield from self._numbers(CounterMetricFamily, family, getattr(stats, family.field))
+            yield from self._by_label(_PER_POSITION, "position", {str(i): n for i, n in enumerate(accepted)})
         yield from self._by_label(_SUCCESS, "finished_reason", stats.finished)
         hits = stats.prefix_cache_hits
         sources = {"local_compute": stats.prefix_cache_queries - hits, "local_cache_hit": hits}

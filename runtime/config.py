@@ -11,9 +11,10 @@ import re
 
 import msgspec
 
+from slipring.runtime.speculation import SpeculationError, draft_widths, parse_speculation, worker_speculation
 from slipring.scheduler.config import SchedulerConfig
 from slipring.shm.memory import available_bytes
-from slipring.shm.spec import ModelSpec
+from slipring.shm.spec import ModelSpec, SpeculationSpec
 from slipring.shm.table import TableShape
 
 DTYPES = {"auto": "auto", "float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
@@ -46,6 +47,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduling_policy: str = "fcfs"
     async_scheduling: bool = True
     """True: the next step is published while the last one runs (pipeline depth 2). False: depth 1."""
+    speculative_config: str | None = None
+    """JSON object with vLLM's keys (`runtime/speculation.py`); None: no speculation."""
     seed: int = 0
     """Unseeded requests draw their seeds from a generator with this seed; 0: from the operating system."""
     cpu_threads: int | None = None
@@ -89,6 +92,9 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The replica that this is for."""
     num_blocks: int | None = None
     """Of a replica's KV pool; None until it was told, or its first worker has said."""
+    draft_widths: tuple[int, ...] = ()
+    """Drafts of a row by the number of decode rows."""
+    speculation: SpeculationSpec | None = None
 
     @property
     def itl_target_s(self) -> float:
@@ -122,6 +128,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
             num_rows=self.num_rows,
             max_model_len=self.max_model_len,
             max_draft=self.max_draft,
+            draft_widths=self.draft_widths,
             enable_prefix_caching=self.user.enable_prefix_caching,
             policy=self.user.scheduling_policy,
         )
@@ -131,6 +138,24 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     """Decide everything that was left open. Raises ConfigError."""
     _check(config)
     max_model_len = _max_model_len(config, spec)
+    resolved = _resolve(config, spec, max_model_len)
+    return resolved if config.speculative_config is None else _with_speculation(resolved, config.speculative_config)
+
+
+def _with_speculation(resolved: ResolvedConfig, text: str) -> ResolvedConfig:
+    try:
+        speculation = parse_speculation(text)
+        widths = draft_widths(speculation, resolved.user.max_num_seqs)
+    except SpeculationError as error:
+        raise ConfigError(f"--speculative-config: {error}") from None
+    if resolved.device != "cpu":
+        raise ConfigError(f"--speculative-config works on the CPU so far, not on {resolved.device}: leave it out")
+    return msgspec.structs.replace(
+        resolved, max_draft=max(widths), draft_widths=widths, speculation=worker_speculation(speculation)
+    )
+
+
+def _resolve(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> ResolvedConfig:
     return ResolvedConfig(
         user=config,
         dtype=_dtype(config),

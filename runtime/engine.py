@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
+from itertools import zip_longest
 from typing import TypeVar
 
 import msgspec
@@ -39,6 +40,7 @@ from slipring.runtime.request import (
 )
 from slipring.runtime.tokenizer import Tokenizer
 from slipring.scheduler.request import FinishReason, Request
+from slipring.scheduler.step import Counters
 from slipring.shm import wire
 from slipring.shm.grammar import Grammar
 
@@ -359,6 +361,9 @@ class Engine:
             generation_tokens=metrics.generation_tokens,
             num_preemptions=sum(each.num_preemptions for each in counters),
             num_steps=sum(each.num_steps for each in counters),
+            num_drafts=sum(each.num_drafts for each in counters),
+            num_draft_tokens=sum(each.num_draft_tokens for each in counters),
+            num_accepted_per_position=self._accepted_per_position(counters),
             num_rejected=metrics.rejected,
             finished=metrics.finished.copy(),
             ttft_s=metrics.ttft_s.copy(),
@@ -366,6 +371,12 @@ class Engine:
             requests=metrics.requests.copy(),
             cache_config=self._cache_config(num_blocks),
         )
+
+    def _accepted_per_position(self, counters: list[Counters]) -> tuple[int, ...] | None:
+        if not self.config.max_draft:
+            return None
+        # A replica that has not served yet has counted nothing.
+        return tuple(map(sum, zip_longest(*(each.num_accepted_per_position for each in counters), fillvalue=0)))
 
     def _cache_config(self, num_blocks: int) -> dict[str, str]:
         user = self.config.user

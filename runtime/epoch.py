@@ -143,4 +143,5 @@ class Epoch:
             lifeline_fd=lifeline_fd,
             reader_index=0,
             spin_us=SPIN_US,
+            speculation=config.speculation,
         )

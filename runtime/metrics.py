@@ -132,9 +132,19 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int
     num_steps: int
     num_rejected: int
+    num_drafts: int = 0
+    """Times that drafts were verified for a row; with speculation only, as are the next two."""
+    num_draft_tokens: int = 0
+    num_accepted_per_position: tuple[int, ...] | None = None
+    """Accepted drafts by their place in the chain; None without speculation."""
     finished: dict[str, int]
     ttft_s: Histogram
     itl_s: Histogram
     requests: RequestHistograms
     cache_config: dict[str, str]
     """Settings of the KV cache, for people and dashboards."""
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Accepted drafts."""
+        return sum(self.num_accepted_per_position or ())

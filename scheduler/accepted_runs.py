@@ -22,7 +22,8 @@ class AcceptedRuns:
         self._decode = decode
         self._counters = counters
         self._width = 1 + max_draft
-        counters.num_accepted_per_position = [0] * max_draft
+        missing = max_draft - len(counters.num_accepted_per_position)
+        counters.num_accepted_per_position += [0] * missing
 
     def take(
         self, step: Step, view: StepOutputView, entries: NDArray[np.intp] | slice, rows: Int32Array

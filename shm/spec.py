@@ -90,6 +90,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     sampling_defaults: SamplingDefaults = SamplingDefaults()
 
 
+class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How a worker makes drafts."""
+
+    method: str
+    """`ngram`."""
+    prompt_lookup_min: int = 0
+    prompt_lookup_max: int = 0
+    """ngram: sizes of the n-grams that are looked up."""
+
+
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that one worker process is told. File descriptors are inherited (`pass_fds`) and keep their numbers."""
 
@@ -114,6 +124,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_rows: int
     """Rows of the batch table: `max_num_seqs` plus quarantine headroom."""
     max_draft: int
+    """Most drafts of a row in one step."""
     step_ring_fd: int
     step_ring_bytes: int
     output_ring_fd: int
@@ -130,6 +141,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """This worker's reader line in the step ring."""
     spin_us: int
     """Upper bound of the spin before the worker sleeps on its doorbell."""
+    speculation: SpeculationSpec | None = None
 
 
 def encode(config: WorkerConfig) -> bytes:

@@ -8,6 +8,7 @@ logits were not finite says num_accepted = NON_FINITE and draws nothing; its nei
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -23,12 +24,13 @@ from slipring.workers.models.llama import Llama
 from slipring.workers.reports import Reporter
 from slipring.workers.rows import Rows
 from slipring.workers.sampler import Draws, Places, Sampler
-from slipring.workers.speculation.proposer import NullProposer, Proposer
+from slipring.workers.speculation.proposer import Drafts, NullProposer, Proposer
 from slipring.workers.speculation.verify import Runs, places, verify
 
 NON_FINITE = -1
 """`num_accepted` of an entry whose logits held NaN or infinity: the request cannot go on."""
 _WARM_UP_TOKENS = 32
+_COST_RUNS = 3
 
 
 class Runner:
@@ -45,7 +47,7 @@ class Runner:
         self._model = model
         self._rows = Rows(table)
         self._sampler = Sampler(table, spec.vocab_size)
-        self._proposer = proposer or NullProposer()
+        self.proposer = proposer or NullProposer()
         group_heads = spec.num_heads // spec.num_kv_heads
         self._builder = BatchBuilder(
             table, self._rows, config.block_size, layer_block_bytes, group_heads, dtype
@@ -59,16 +61,11 @@ class Runner:
         began = time.monotonic_ns()
         self._update_rows(step)
         entries = self._entries(step)
-        if not entries.num_tokens.any():
-            output.answer(step)  # every row has reached its limit in a step that the engine has not seen yet
-            return
-        batch = self._builder.build(entries)
-        if len(entered := self._builder.entered_blocks(entries)):
-            self.kv.clear(entered)
-        hidden = self._model.hidden(batch, self.kv)
-        logits = self._model.logits(hidden, batch.sample_at)
-        forwarded = time.monotonic_ns()
         output.answer(step)
+        if not entries.num_tokens.any():
+            return  # every row has reached its limit in a step that the engine has not seen yet
+        hidden, logits = self._forward(entries)
+        forwarded = time.monotonic_ns()
         if len(logits):
             draws = self._sampler.sample(logits, self._places(entries))
             runs = verify(entries, draws.tokens, draws.ok)
@@ -78,8 +75,11 @@ class Runner:
             output.add_report(report.entry, report.words.numpy())
             if not report.ok:
                 output.num_accepted[report.entry] = NON_FINITE
+        ended = time.monotonic_ns()
+        if entries.num_decode == len(entries.rows):
+            self.proposer.step_took(int(entries.num_tokens.sum()), (ended - began) / 1e9)
         output.times_ns[output.FORWARD] = forwarded - began
-        output.times_ns[output.SAMPLE] = time.monotonic_ns() - forwarded
+        output.times_ns[output.SAMPLE] = ended - forwarded
 
     def warm_up(self) -> None:
         """One prompt chunk and one decode step on row 0, so that the first request meets no first-time cost."""
@@ -102,6 +102,29 @@ class Runner:
                 )
         self._rows.generation[0] = -1
 
+    def decode_costs(self, sizes: Sequence[int]) -> list[float]:
+        """Seconds of decode steps by their number of tokens: one row with drafts, on blocks that nobody has yet."""
+        self._rows.block_table[0] = np.arange(self._rows.block_table.shape[1]) % self.kv.num_blocks
+        return [min(self._decode_cost(size) for _ in range(_COST_RUNS)) for size in sizes]
+
+    @torch.inference_mode()
+    def _decode_cost(self, size: int) -> float:
+        began = time.monotonic()
+        sizes, zero = np.array([size]), np.zeros(1, np.int64)
+        entries = Entries(zero, zero, sizes, 1, Drafts.none(1, size - 1), sizes)
+        _, logits = self._forward(entries)
+        draws = self._sampler.sample(logits, self._places(entries))
+        verify(entries, draws.tokens, draws.ok)
+        return time.monotonic() - began
+
+    def _forward(self, entries: Entries) -> tuple[torch.Tensor, torch.Tensor]:
+        """Last hidden states of all tokens, and logits of the entries' draws."""
+        batch = self._builder.build(entries)
+        if len(entered := self._builder.entered_blocks(entries)):
+            self.kv.clear(entered)
+        hidden = self._model.hidden(batch, self.kv)
+        return hidden, self._model.logits(hidden, batch.sample_at)
+
     def _update_rows(self, step: StepInputView) -> None:
         header = step.header
         num_rows, num_appends = int(header[step.NUM_ROWS]), int(header[step.NUM_APPENDS])
@@ -109,7 +132,7 @@ class Runner:
         for i in np.flatnonzero(step.flags[:num_rows] & StepFlag.NEW).tolist():
             self._rows.admit(int(rows[i]), int(generation[i]))
             self._sampler.admit(int(rows[i]))
-            self._proposer.admit(int(rows[i]), self._table.token_ids[rows[i], : self._table.num_known[rows[i]]])
+            self.proposer.admit(int(rows[i]), self._table.token_ids[rows[i], : self._table.num_known[rows[i]]])
         if num_appends:
             self._rows.append_blocks(
                 step.append_rows[:num_appends], step.append_index[:num_appends], step.append_blocks[:num_appends]
@@ -121,7 +144,7 @@ class Runner:
         num_decode = int(step.header[step.NUM_DECODE])
         start = known_start(step, self._rows)
         rows = step.rows[:num_decode].astype(np.int64)
-        drafts = self._proposer.propose(rows, room_for_drafts(step, self._rows, start))
+        drafts = self.proposer.propose(rows, room_for_drafts(step, self._rows, start))
         return entries_of(step, self._rows, start, drafts)
 
     def _places(self, entries: Entries) -> Places:
@@ -139,7 +162,7 @@ class Runner:
         position = entries.end[drew] - entries.num_draws[drew] + count
         self._rows.draw(rows, position, tokens[np.arange(len(drew)), count - 1], count)
         self._sampler.accept(entries.rows[runs.entry[runs.kept]], runs.tokens[runs.entry, runs.place][runs.kept])
-        self._proposer.accept(rows, tokens, count)
+        self.proposer.accept(rows, tokens, count)
 
     def _write(self, output: StepOutputView, entries: Entries, runs: Runs, draws: Draws) -> None:
         num_rows, num_decode, width = len(entries.rows), entries.num_decode, runs.tokens.shape[1]

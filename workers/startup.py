@@ -15,6 +15,7 @@ from slipring.workers.link import Link
 from slipring.workers.loader import Weights
 from slipring.workers.models.registry import build_model
 from slipring.workers.runner import Runner
+from slipring.workers.speculation.build import build_proposer
 from slipring.workers.startup_clock import PhaseClock
 
 
@@ -55,5 +56,6 @@ def _for_cpu(config: WorkerConfig, link: Link, clock: PhaseClock) -> tuple[Execu
     runner = Runner(config, model, kv, link.table)
     link.beat(Phase.COMPILING)
     runner.warm_up()
+    runner.proposer = build_proposer(config, runner)
     clock.lap("warm up")
     return InlineExecutor(link, runner), kv

@@ -17,12 +17,14 @@ import uvloop
 
 from slipring.runtime.config import EngineConfig
 from slipring.runtime.engine import Engine
+from slipring.runtime.metrics import Stats
 from slipring.runtime.request import Delta, GenerationRequest
 from slipring.shm.params import SamplingParams
 
 TEXT = "the ocean is wide and a small boat goes over it while people on land wait for news of rain wind or fish"
 WORDS = TEXT.split()
 NUM_STREAMS = 64
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
 SMALL_POOL = {"block_size": 4, "num_gpu_blocks_override": 64}
 """256 tokens: the longest stream fits alone, and little beside it."""
 
@@ -92,7 +94,7 @@ async def abort_later(engine: Engine, stream: Stream, request_id: str) -> None:
     stream.done.set()
 
 
-async def tokens_of(at_once: bool, **settings: object) -> tuple[list[Stream], int, int]:
+async def tokens_of(at_once: bool, **settings: object) -> tuple[list[Stream], Stats]:
     engine = Engine(EngineConfig(model="smollm2", dtype="float32", max_num_seqs=64, **settings))  # type: ignore[arg-type]
     await engine.start()
     try:
@@ -104,7 +106,7 @@ async def tokens_of(at_once: bool, **settings: object) -> tuple[list[Stream], in
                 break
             await asyncio.sleep(0.01)
         assert stats.num_free_blocks == stats.num_blocks and stats.num_running == stats.num_waiting == 0
-        return found, stats.num_preemptions, stats.prefix_cache_hits
+        return found, stats
     finally:
         await engine.stop()
 
@@ -136,9 +138,22 @@ def assert_equal(got: list[Stream], want: list[Stream]) -> None:
 def test_64_streams_give_what_each_gives_alone(
     alone: list[Stream], depth_two: bool, caching: bool, pool: dict[str, int]
 ) -> None:
-    got, num_preemptions, num_hits = uvloop.run(
+    got, stats = uvloop.run(
         tokens_of(at_once=True, async_scheduling=depth_two, enable_prefix_caching=caching, **pool)
     )
     assert_equal(got, alone)
-    assert (num_preemptions > 0) == bool(pool)
-    assert (num_hits > 0) == caching
+    assert (stats.num_preemptions > 0) == bool(pool)
+    assert (stats.prefix_cache_hits > 0) == caching
+
+
+@pytest.mark.parametrize(
+    ("depth_two", "pool"), [(True, SMALL_POOL), (False, {})], ids=["depth 2, preempting", "depth 1, roomy"]
+)
+def test_64_streams_with_drafts_give_what_each_gives_alone_without(
+    alone: list[Stream], depth_two: bool, pool: dict[str, int]
+) -> None:
+    got, stats = uvloop.run(tokens_of(at_once=True, async_scheduling=depth_two, speculative_config=NGRAM, **pool))
+    assert_equal(got, alone)
+    assert (stats.num_preemptions > 0) == bool(pool)
+    assert stats.prefix_cache_hits > 0
+    assert stats.num_drafts > 10 and 0 < stats.num_accepted_tokens < stats.num_draft_tokens

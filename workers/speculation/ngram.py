@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from slipring.workers.speculation.proposer import Drafts, IntArray
+from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer
 
 _SLICE = 4096
 """Tokens that enter the index at once, in about a millisecond."""
@@ -73,7 +73,7 @@ class NgramIndex:
         return end == len(tokens)
 
 
-class NgramProposer:
+class NgramProposer(NullProposer):
     """An index for each row that has one."""
 
     def __init__(self, num_rows: int, least: int, most: int) -> None:

@@ -44,6 +44,10 @@ class Proposer(Protocol):
         """At most most[i] drafts for rows[i], to follow its last token."""
         ...
 
+    def step_took(self, num_tokens: int, seconds: float) -> None:
+        """A step of decode rows alone has computed so many tokens, drafts included."""
+        ...
+
 
 class NullProposer:
     """Guesses nothing."""
@@ -56,3 +60,6 @@ class NullProposer:
 
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
         return Drafts.none(len(rows))
+
+    def step_took(self, num_tokens: int, seconds: float) -> None:
+        """Nothing to learn."""

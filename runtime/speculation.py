@@ -1,0 +1,107 @@
+"""`--speculative-config`: vLLM's keys, checked and given their defaults.
+
+Keys that vLLM has and we do not honour are refused by name: a setting without effect is worse than an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+import msgspec
+
+from slipring.shm.spec import SpeculationSpec
+
+METHODS = ("ngram",)
+MAX_DRAFT = 32
+"""Most drafts of a row in one step."""
+_DEFAULT_DRAFT = 5
+_NGRAM_SIZES = (2, 5)
+"""Sizes that are looked up when neither is given. vLLM's are 5 and 5: it has no controller to drop bad drafts."""
+
+
+class SpeculationError(ValueError):
+    """What is wrong with the JSON, naming the key."""
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """As given, with vLLM's names."""
+
+    method: str | None = None
+    model: str | None = None
+    """The method's model; `ngram` may stand here too, as in older versions of vLLM."""
+    num_speculative_tokens: int | None = None
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
+    """(least rows, most rows, drafts), both inclusive; what lies between and after them goes on as before it."""
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+
+
+def parse_speculation(text: str) -> SpeculativeConfig:
+    """Raises SpeculationError."""
+    try:
+        given = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise SpeculationError(f"not valid JSON ({error}); write '{{\"method\": \"ngram\"}}'") from None
+    if not isinstance(given, dict):
+        raise SpeculationError("must be a JSON object, such as '{\"method\": \"ngram\"}'")
+    known = [field.name for field in msgspec.structs.fields(SpeculativeConfig)]
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1, 0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise SpeculationError(f"unknown key {key!r}: {hint}")
+    try:
+        config = msgspec.convert(given, SpeculativeConfig)
+    except msgspec.ValidationError as error:
+        raise SpeculationError(str(error).replace("$.", "")) from None
+    return _checked(config)
+
+
+def draft_widths(config: SpeculativeConfig, max_num_seqs: int) -> tuple[int, ...]:
+    """[max_num_seqs + 1]: drafts of a row by the number of decode rows. Raises SpeculationError."""
+    most = config.num_speculative_tokens or _DEFAULT_DRAFT
+    ranges = config.num_speculative_tokens_per_batch_size
+    if ranges is None:
+        return (most,) * (max_num_seqs + 1)
+    name, end = "num_speculative_tokens_per_batch_size", 0
+    widths = [0] * (max_num_seqs + 1)
+    for low, high, drafts in ranges:
+        if low > high or drafts < 0:
+            raise SpeculationError(f"{name}: [{low}, {high}, {drafts}] is no range of rows and a number of drafts")
+        if low <= end or (end == 0 and low != 1):
+            raise SpeculationError(f"{name}: ranges begin at 1, grow and do not overlap; got {low} after {end}")
+        widths[low:] = [min(drafts, most)] * len(widths[low:])
+        end = high
+    if not ranges:
+        raise SpeculationError(f"{name} is empty; write [[1, 16, 5], [17, 64, 2]], or leave it out")
+    return tuple(widths)
+
+
+def worker_speculation(config: SpeculativeConfig) -> SpeculationSpec:
+    """What the worker is told."""
+    low, high = config.prompt_lookup_min, config.prompt_lookup_max
+    if low is None and high is None:
+        low, high = _NGRAM_SIZES
+    return SpeculationSpec(
+        method=config.method or "",
+        prompt_lookup_min=low if low is not None else high or 0,
+        prompt_lookup_max=high if high is not None else low or 0,
+    )
+
+
+def _checked(config: SpeculativeConfig) -> SpeculativeConfig:
+    if config.method is None and config.model in ("ngram", "[ngram]"):
+        config = msgspec.structs.replace(config, method="ngram", model=None)
+    if config.method not in METHODS:
+        raise SpeculationError(f"method must be one of {', '.join(METHODS)}; got {config.method!r}")
+    if config.num_speculative_tokens is not None and not 1 <= config.num_speculative_tokens <= MAX_DRAFT:
+        raise SpeculationError(f"num_speculative_tokens must be from 1 to {MAX_DRAFT}")
+    if config.model is not None:
+        raise SpeculationError("model: ngram needs none")
+    low, high = config.prompt_lookup_min, config.prompt_lookup_max
+    for key, value in (("prompt_lookup_min", low), ("prompt_lookup_max", high)):
+        if value is not None and not 1 <= value <= 64:
+            raise SpeculationError(f"{key} must be from 1 to 64, got {value}")
+    if low is not None and high is not None and low > high:
+        raise SpeculationError(f"prompt_lookup_min ({low}) must not be above prompt_lookup_max ({high})")
+    return config

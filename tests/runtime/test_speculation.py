@@ -1,0 +1,48 @@
+"""`--speculative-config`: what is taken, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipring.runtime.speculation import SpeculationError, draft_widths, parse_speculation, worker_speculation
+
+
+def test_defaults_and_vllms_rules_for_the_sizes() -> None:
+    plain = parse_speculation('{"method": "ngram"}')
+    assert draft_widths(plain, 3) == (5, 5, 5, 5)
+    spec = worker_speculation(plain)
+    assert (spec.method, spec.prompt_lookup_min, spec.prompt_lookup_max) == ("ngram", 2, 5)
+    one = worker_speculation(parse_speculation('{"method": "ngram", "prompt_lookup_max": 4}'))
+    assert (one.prompt_lookup_min, one.prompt_lookup_max) == (4, 4)
+    assert parse_speculation('{"model": "ngram"}').method == "ngram"
+
+
+def test_widths_by_batch_size() -> None:
+    text = '{"method": "ngram", "num_speculative_tokens": 4, "num_speculative_tokens_per_batch_size": %s}'
+    ranges = "[[1, 2, 9], [4, 5, 2], [6, 6, 0]]"
+    # Gaps and the tail go on as before, and nothing is above num_speculative_tokens.
+    assert draft_widths(parse_speculation(text % ranges), 8) == (0, 4, 4, 4, 2, 2, 0, 0, 0)
+    for wrong in ("[[2, 3, 1]]", "[[1, 4, 1], [4, 5, 1]]", "[[1, 0, 1]]", "[[1, 2, -1]]", "[]"):
+        with pytest.raises(SpeculationError, match="num_speculative_tokens_per_batch_size"):
+            draft_widths(parse_speculation(text % wrong), 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "JSON object"),
+        ("{}", "method must be one of"),
+        ('{"method": "ngramm"}', "method must be one of ngram"),
+        ('{"method": "ngram", "num_speculative_token": 3}', "did you mean 'num_speculative_tokens'"),
+        ('{"method": "ngram", "xyzzy": 3}', "known are"),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens"),
+        ('{"method": "ngram", "num_speculative_tokens": "5"}', "num_speculative_tokens"),
+        ('{"method": "ngram", "prompt_lookup_min": 6, "prompt_lookup_max": 2}', "must not be above"),
+        ('{"method": "ngram", "prompt_lookup_min": 0}', "prompt_lookup_min"),
+        ('{"method": "ngram", "model": "x"}', "model"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, words: str) -> None:
+    with pytest.raises(SpeculationError, match=words):
+        parse_speculation(text)

@@ -1,0 +1,32 @@
+"""From a `SpeculationSpec` to the worker's proposer."""
+
+from __future__ import annotations
+
+from slipring.shm.spec import WorkerConfig
+from slipring.workers.runner import Runner
+from slipring.workers.speculation.adaptive import AdaptiveProposer
+from slipring.workers.speculation.ngram import NgramProposer
+from slipring.workers.speculation.proposer import NullProposer, Proposer
+from slipring.workers.speculation.step_costs import StepCosts
+
+_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Tokens of a decode step whose cost is measured at start."""
+
+
+def build_proposer(config: WorkerConfig, runner: Runner) -> Proposer:
+    """The configured proposer under a controller that has measured this machine. Takes a second or two."""
+    if config.speculation is None or config.max_draft == 0:
+        return NullProposer()
+    most = min(config.max_num_seqs * (1 + config.max_draft), config.max_model_len - 1)
+    room = runner.kv.num_blocks * config.block_size
+    sizes = [size for size in _SIZES if size <= max(2, min(most, room))]
+    costs = StepCosts(sizes, runner.decode_costs(sizes))
+    return AdaptiveProposer(_proposer(config), costs, config.num_rows)
+
+
+def _proposer(config: WorkerConfig) -> Proposer:
+    spec = config.speculation
+    assert spec is not None
+    if spec.method == "ngram":
+        return NgramProposer(config.num_rows, spec.prompt_lookup_min, spec.prompt_lookup_max)
+    raise ValueError(f"speculation method {spec.method!r} is not supported")
