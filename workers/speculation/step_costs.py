@@ -22,8 +22,8 @@ class StepCosts:
     def __init__(self, num_tokens: Sequence[int], seconds: Sequence[float]) -> None:
         """`seconds` [n] were measured for steps of `num_tokens` [n], which grow."""
         self._at = np.asarray(num_tokens, np.float64)
-        # More tokens never cost less: what says so is noise.
-        self._shape = np.maximum.accumulate(np.asarray(seconds, np.float64))
+        # More tokens never cost less. What says so is noise, and noise only adds.
+        self._shape = np.minimum.accumulate(np.asarray(seconds, np.float64)[::-1])[::-1]
         self._scale = 1.0
         self._ratio = np.ones(len(self._at))
 
