@@ -212,9 +212,10 @@ def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="say what this machine has, what will be used and what is missing",
-        description="Look at this machine: CPU, memory, limits, GPU, driver, packages. Exit status 0 if it can serve.",
+        description="Look at this machine: CPU, memory, limits, GPU, driver, packages. Status 0 if it can serve.",
         allow_abbrev=False,
     )
+    doctor.add_argument("--device", default="auto", help="the device to serve on, as of serve (default: auto, the CPU)")
     doctor.add_argument("--json", action="store_true", help="for programs")
     doctor.set_defaults(flags=_flags_of(doctor))
 
@@ -255,7 +256,7 @@ def _chat(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from slipring.http.doctor import doctor
 
-    return doctor(args.json)
+    return doctor(args.json, args.device)
 
 
 def default_model_name(model: str) -> str:

@@ -159,7 +159,7 @@ def _resolve(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> Resol
     return ResolvedConfig(
         user=config,
         dtype=_dtype(config),
-        device={"auto": "cpu", "cuda": "cuda:0"}.get(config.device, config.device),
+        device=device_name(config.device),
         max_model_len=max_model_len,
         max_num_batched_tokens=config.max_num_batched_tokens or max(512, config.max_num_seqs),
         kv_cache_bytes=_kv_cache_bytes(config),
@@ -174,8 +174,7 @@ def _check(config: EngineConfig) -> None:
     _one_of("--dtype", config.dtype, tuple(DTYPES))
     _one_of("--scheduling-policy", config.scheduling_policy, POLICIES)
     _one_of("--on-fault", config.on_fault, ON_FAULT)
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
-        raise ConfigError(f"--device must be auto, cpu or cuda:N; got {config.device!r}")
+    device_name(config.device)
     for flag, value, least in (
         ("--max-num-seqs", config.max_num_seqs, 1),
         ("--max-model-len", config.max_model_len, 2),
@@ -202,6 +201,13 @@ def _check(config: EngineConfig) -> None:
             f"--max-num-batched-tokens ({budget}) must be at least --max-num-seqs ({config.max_num_seqs}): "
             "each running sequence needs one token per step"
         )
+
+
+def device_name(device: str) -> str:
+    """What --device means: `cpu` (also for auto) or `cuda:N`. Raises ConfigError."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise ConfigError(f"--device must be auto, cpu or cuda:N; got {device!r}")
+    return {"auto": "cpu", "cuda": "cuda:0"}.get(device, device)
 
 
 def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -1,7 +1,7 @@
-"""What a machine means for serving: findings in words, each with the command that fixes it.
+"""What a machine means for serving on a device: findings in words, each with the command that fixes it.
 
-Pure: `diagnose` judges a `Machine` and touches nothing. A problem is what keeps the engine from serving at all; advice
-is what costs speed or a GPU. The CPU can always serve, so a GPU that is out of use is advice.
+Pure: `diagnose` judges a `Machine` and touches nothing. A problem is what keeps the engine from serving on the device
+that was asked for; advice is what costs speed, or a GPU that was not asked for. Without `--device` that is the CPU.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ INSTALL_CUDA = "pip install 'slipring[cuda]'"
 TORCH_INDEX = "https://download.pytorch.org/whl"
 CUDA_MAJOR = 13
 """What cupy-cuda13x and the wheels we test with need of the driver."""
-_GPU_PACKAGES = ("triton", "cupy")
-LEAST_CAPABILITY = (8, 0)
-"""bf16 matrix units."""
+GPU_GENERATIONS = (9, 10)
+"""Major compute capabilities that the kernels are compiled and checked for (`kernels/spec.py`): Hopper, Blackwell."""
 LEAST_MEMORY = 1 << 30
 LEAST_SHM = 256 << 20
 """Rings and the batch table of a usual model; below it they go to a memfd, which works as well."""
@@ -43,19 +42,35 @@ class Finding(msgspec.Struct, frozen=True):
 
 class Diagnosis(msgspec.Struct, frozen=True):
     findings: tuple[Finding, ...]
+    device: str
+    """Whose verdict this is: `cpu` or `cuda:N`."""
     cuda: bool
-    """Whether every part that a CUDA worker needs is there."""
+    """Whether every part that a CUDA worker needs is there, and a GPU for it (the one asked for, if any)."""
 
     @property
     def can_serve(self) -> bool:
         return all(finding.level is not Level.PROBLEM for finding in self.findings)
 
 
-def diagnose(machine: Machine) -> Diagnosis:
-    gpu = tuple(_gpu(machine))
-    cuda = bool(machine.gpus) and all(finding.level in (Level.OK, Level.NOTE) for finding in gpu)
+def diagnose(machine: Machine, device: str = "cpu") -> Diagnosis:
+    """`device`: `cpu` or `cuda:N`."""
+    wanted = int(device.removeprefix("cuda:")) if device.startswith("cuda:") else None
+    gpu = tuple(_gpu(machine, wanted))
+    usable = range(len(machine.gpus)) if wanted is None else (wanted,)
+    cuda = any(_is_supported(machine, index) for index in usable) and not any(_blocks(finding) for finding in gpu)
     findings = (*_python(machine), *_cpu(machine), *_memory(machine), *_limits(machine), *gpu)
-    return Diagnosis(findings, cuda)
+    return Diagnosis(findings, device, cuda)
+
+
+def _is_supported(machine: Machine, index: int) -> bool:
+    if index >= len(machine.gpus):
+        return False
+    return _numbers(machine.gpus[index].compute_capability)[0] in GPU_GENERATIONS
+
+
+def _blocks(finding: Finding) -> bool:
+    """Whether no GPU at all can be used before it is mended; a GPU of its own is `_is_supported`'s to judge."""
+    return finding.level in (Level.ADVICE, Level.PROBLEM) and finding.subject != "GPU"
 
 
 def _python(machine: Machine) -> Iterator[Finding]:
@@ -124,55 +139,73 @@ def _limits(machine: Machine) -> Iterator[Finding]:
         yield Finding("open files", Level.OK, words)
 
 
-def _gpu(machine: Machine) -> Iterator[Finding]:
-    """In the order in which things must be put right."""
+def _gpu(machine: Machine, wanted: int | None) -> Iterator[Finding]:
+    """In the order in which things must be put right. `wanted`: the GPU that was asked for; None: the CPU was."""
+    fault = Level.ADVICE if wanted is None else Level.PROBLEM
     if machine.amd_devices:
         yield Finding(
             "GPU", Level.NOTE, f"{machine.amd_devices} of AMD: kernels compile for gfx942, workers do not use it"
         )
     if not machine.gpus:
-        yield _no_gpu(machine)
-        for name in _GPU_PACKAGES:
-            yield Finding(name, Level.NOTE, f"{machine.packages.get(name, 'not installed')}; only a GPU needs it")
+        yield _no_gpu(machine, wanted)
+        yield Finding("triton", Level.NOTE, f"{machine.packages.get('triton', 'not installed')}; only a GPU needs it")
+        yield _cupy(machine)
         return
-    for gpu in machine.gpus:
-        text = f"{gpu.name}, {_gib(gpu.memory_bytes)}, compute capability {gpu.compute_capability}"
-        if _numbers(gpu.compute_capability) < LEAST_CAPABILITY:
-            yield Finding("GPU", Level.ADVICE, f"{text}; 8.0 is needed", "use another GPU, or the CPU")
-        else:
+    for index, gpu in enumerate(machine.gpus):
+        text = f"{index}: {gpu.name}, {_gib(gpu.memory_bytes)}, compute capability {gpu.compute_capability}"
+        if _is_supported(machine, index):
             yield Finding("GPU", Level.OK, text)
-    yield _driver(machine)
-    yield from _gpu_packages(machine)
+        else:
+            level = fault if wanted in (None, index) else Level.ADVICE
+            yield Finding("GPU", level, f"{text}; {_GENERATIONS} are supported", "use another GPU, or --device cpu")
+    if wanted is not None and wanted >= len(machine.gpus):
+        text = f"there is no cuda:{wanted}, the last one is cuda:{len(machine.gpus) - 1}"
+        yield Finding("GPU", Level.PROBLEM, text, "slipring serve ... --device cuda:0")
+    yield _driver(machine, fault)
+    yield from _gpu_packages(machine, fault)
     if machine.toolkit:
         yield Finding("CUDA toolkit", Level.NOTE, f"{machine.toolkit}; not needed to serve")
 
 
-def _no_gpu(machine: Machine) -> Finding:
+_GENERATIONS = " and ".join(f"{major}.x" for major in GPU_GENERATIONS)
+
+
+def _no_gpu(machine: Machine, wanted: int | None) -> Finding:
+    fault = Level.ADVICE if wanted is None else Level.PROBLEM
     if machine.driver:
         text = f"driver {machine.driver} is loaded, but its library finds no GPU from here"
-        return Finding("GPU", Level.ADVICE, text, "docker run --gpus all ... (needs nvidia-container-toolkit)")
+        return Finding("GPU", fault, text, "docker run --gpus all ... (needs nvidia-container-toolkit)")
     if machine.nvidia_devices:
         text = f"{machine.nvidia_devices} NVIDIA GPU on the PCI bus, but no driver"
-        return Finding("GPU", Level.ADVICE, text, "install the NVIDIA driver (apt install nvidia-open) and reboot")
+        return Finding("GPU", fault, text, "install the NVIDIA driver (apt install nvidia-open) and reboot")
+    if wanted is not None:
+        return Finding("GPU", Level.PROBLEM, f"none, so no cuda:{wanted}", "slipring serve ... --device cpu")
     return Finding("GPU", Level.NOTE, "none")
 
 
-def _driver(machine: Machine) -> Finding:
+def _driver(machine: Machine, fault: Level) -> Finding:
     text = f"{machine.driver or 'unknown'}, runs CUDA up to {machine.driver_cuda or 'unknown'}"
     if machine.driver_cuda and _numbers(machine.driver_cuda)[0] < CUDA_MAJOR:
-        return Finding("driver", Level.ADVICE, f"{text}; CUDA {CUDA_MAJOR} is needed", "install driver 580 or newer")
+        return Finding("driver", fault, f"{text}; CUDA {CUDA_MAJOR} is needed", "install driver 580 or newer")
     return Finding("driver", Level.OK, text)
 
 
-def _gpu_packages(machine: Machine) -> Iterator[Finding]:
+def _gpu_packages(machine: Machine, fault: Level) -> Iterator[Finding]:
     if "torch" in machine.packages and not machine.torch_has_cuda:
         fix = f"pip install --force-reinstall torch --index-url {TORCH_INDEX}/cu{CUDA_MAJOR}0"
-        yield Finding("torch", Level.ADVICE, "a CPU build cannot use the GPU", fix)
-    for name in _GPU_PACKAGES:
-        if name in machine.packages:
-            yield Finding(name, Level.OK, machine.packages[name])
-        else:
-            yield Finding(name, Level.ADVICE, "not installed; GPU workers need it", INSTALL_CUDA)
+        yield Finding("torch", fault, "a CPU build cannot use the GPU", fix)
+    if "triton" in machine.packages:
+        yield Finding("triton", Level.OK, machine.packages["triton"])
+    else:
+        yield Finding("triton", fault, "not installed; GPU workers need it", INSTALL_CUDA)
+    yield _cupy(machine)
+
+
+def _cupy(machine: Machine) -> Finding:
+    """Not needed by a worker that has one GPU to itself."""
+    if "cupy" in machine.packages:
+        return Finding("cupy", Level.OK, machine.packages["cupy"])
+    return Finding("cupy", Level.NOTE, "not installed; only GPUs that talk to each other need it", INSTALL_CUDA)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from slipring.http.doctor import report
-from slipring.runtime.doctor import INSTALL_CUDA, Diagnosis, Level, diagnose
+from slipring.kernels.spec import ARCHITECTURES
+from slipring.runtime.doctor import GPU_GENERATIONS, INSTALL_CUDA, Diagnosis, Level, diagnose
 from slipring.runtime.machine import Gpu, Machine, inspect_machine
 
 ROOT = Path(__file__).parents[2]
@@ -24,25 +25,26 @@ SERVER = Machine(
 )  # fmt: skip
 
 
-def changed(**fields) -> Diagnosis:
-    return diagnose(msgspec.structs.replace(SERVER, **fields))
+def changed(device: str = "cpu", **fields) -> Diagnosis:
+    return diagnose(msgspec.structs.replace(SERVER, **fields), device)
 
 
 def test_a_gpu_server_with_everything_has_nothing_to_mend() -> None:
     diagnosis = diagnose(SERVER)
     assert diagnosis.can_serve and diagnosis.cuda
     assert {finding.level for finding in diagnosis.findings} == {Level.OK}
-    assert "NVIDIA H200, 139.0 GiB, compute capability 9.0" in report(diagnosis)
+    assert "0: NVIDIA H200, 139.0 GiB, compute capability 9.0" in report(diagnosis)
+    assert "run on the CPU. A GPU is ready too: --device cuda:N uses it." in report(diagnosis), "auto is the CPU"
 
 
 @pytest.mark.parametrize(
     ("fields", "subject", "fix"),
     [
         ({"torch_has_cuda": False}, "torch", "pip install --force-reinstall torch"),
-        ({"packages": {"torch": "2.11.0+cu130", "triton": "3.6.0"}}, "cupy", INSTALL_CUDA),
         ({"packages": {"torch": "2.11.0+cu130", "cupy": "14.2.0"}}, "triton", INSTALL_CUDA),
         ({"driver_cuda": "12.8"}, "driver", "580"),
         ({"gpus": (Gpu("Tesla T4", 15 << 30, "7.5"),)}, "GPU", "another GPU"),
+        ({"gpus": (Gpu("NVIDIA A100", 80 << 30, "8.0"),)}, "GPU", "another GPU"),
         ({"gpus": ()}, "GPU", "docker run --gpus all"),
         ({"gpus": (), "driver": ""}, "GPU", "install the NVIDIA driver"),
     ],
@@ -52,6 +54,34 @@ def test_a_gpu_that_cannot_be_used_names_the_fix_and_the_cpu_serves(fields: dict
     assert diagnosis.can_serve and not diagnosis.cuda
     (advice,) = (finding for finding in diagnosis.findings if finding.level is Level.ADVICE)
     assert advice.subject == subject and fix in advice.fix
+    asked_for = changed("cuda:0", **fields)
+    assert not asked_for.can_serve and not asked_for.cuda, "what is advice for the CPU keeps a GPU from serving"
+    (problem,) = (finding for finding in asked_for.findings if finding.level is Level.PROBLEM)
+    assert (problem.subject, problem.fix) == (subject, advice.fix)
+    assert "cannot serve with --device cuda:0" in report(asked_for)
+
+
+def test_the_verdict_is_of_the_device_asked_for() -> None:
+    gpus = (H200, Gpu("Tesla T4", 15 << 30, "7.5"))
+    good = changed("cuda:0", gpus=gpus)
+    assert good.can_serve and good.cuda and "run on the GPU with --device cuda:0" in report(good)
+    assert not changed("cuda:1", gpus=gpus).can_serve
+    assert changed(gpus=gpus).cuda, "one of them can be used"
+    absent = changed("cuda:2", gpus=gpus)
+    assert not absent.can_serve and not absent.cuda and "no cuda:2, the last one is cuda:1" in report(absent)
+    none = changed("cuda:0", gpus=(), driver="", nvidia_devices=0)
+    assert not none.can_serve and "none, so no cuda:0" in report(none)
+
+
+def test_one_gpu_needs_no_cupy() -> None:
+    diagnosis = changed("cuda:0", packages={"torch": "2.11.0+cu130", "triton": "3.6.0"})
+    assert diagnosis.can_serve and diagnosis.cuda
+    (note,) = (finding for finding in diagnosis.findings if finding.subject == "cupy")
+    assert note.level is Level.NOTE and note.fix == INSTALL_CUDA
+
+
+def test_supported_generations_are_those_that_kernels_are_checked_for() -> None:
+    assert {f"sm_{major}0" for major in GPU_GENERATIONS} == {name for name in ARCHITECTURES if name.startswith("sm_")}
 
 
 @pytest.mark.parametrize(
@@ -115,4 +145,12 @@ def test_the_command_runs_here_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "False\n", done.stderr
     answer = json.loads(done.stdout)
-    assert answer["can_serve"] and {"GPU", "CPU", "memory"} <= {found["subject"] for found in answer["findings"]}
+    assert answer["device"] == "cpu" and answer["can_serve"]
+    assert {"GPU", "CPU", "memory"} <= {found["subject"] for found in answer["findings"]}
+
+
+@pytest.mark.parametrize(("device", "status"), [("cuda:99", 1), ("tpu", 2)])
+def test_the_command_is_told_the_device(device: str, status: int) -> None:
+    command = [sys.executable, "-m", "slipring.http.cli", "doctor", "--device", device]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == status and (f"--device {device}" in done.stdout or "must be auto, cpu" in done.stderr)
