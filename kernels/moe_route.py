@@ -32,7 +32,8 @@ class SortedSlots:
 def route_topk_ref(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """logits [T, E] -> (weights [T, k] float32, experts [T, k] int32), best first; of equals the lower expert first.
 
-    Weights are the softmax over all experts, divided by their sum over the k if `renormalize`.
+    Weights are the softmax over all experts, divided by their sum over the k if `renormalize`. A token whose logits are
+    not finite gets weights of NaN, and experts that exist: it must not read what is nobody's weight.
     """
     probs = logits.float().softmax(-1)
     ordered, experts = probs.sort(dim=-1, descending=True, stable=True)
@@ -80,7 +81,8 @@ def route_topk_kernel(
     choice = tl.arange(0, K)
     weights = tl.zeros([TOKENS, K], tl.float32)
     experts = tl.zeros([TOKENS, K], tl.int32)
-    left = tl.where(expert[None, :] < num_experts, probs, -1.0)
+    # NaN wins no comparison: the index that argmax made of it could be any.
+    left = tl.where(expert[None, :] < num_experts, tl.where(probs == probs, probs, 0.0), -1.0)
     for i in range(TOP_K):
         best = tl.argmax(left, 1)
         weights = tl.where(choice[None, :] == i, tl.max(left, 1)[:, None], weights)
@@ -88,6 +90,7 @@ def route_topk_kernel(
         left = tl.where(expert[None, :] == best[:, None], -2.0, left)
     if RENORMALIZE:
         weights = weights / tl.sum(weights, 1)[:, None]
+    weights += tl.sum(probs, 1)[:, None] * 0.0  # NaN where the logits were not finite
     at = token.to(tl.int64)[:, None] * TOP_K + choice[None, :]
     mask = (token < num_tokens)[:, None] & (choice < TOP_K)[None, :]
     tl.store(WEIGHTS + at, weights, mask)

@@ -7,6 +7,7 @@ which ends at 240 (`fp8_dtype`). Codes are `x / scale`, divided exactly, so refe
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 from torch import Tensor
@@ -66,7 +67,8 @@ def _codes(wide: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 @triton.jit
 def _store_codes(Y, wide, scale, mask, LARGEST: tl.constexpr):
     codes = tl.div_rn(wide, scale)
-    codes = tl.minimum(tl.maximum(codes, -LARGEST), LARGEST)
+    # Not minimum and maximum: those drop NaN, and a row that failed must not pass for a good one.
+    codes = tl.where(codes > LARGEST, LARGEST, tl.where(codes < -LARGEST, -LARGEST, codes))
     tl.store(Y, codes.to(Y.dtype.element_ty), mask)
 
 
@@ -178,20 +180,22 @@ def quantize_fp8_block(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _specs() -> tuple[KernelSpec, ...]:
     found = []
-    for fp8, largest, architectures in (("*fp8e4nv", 448.0, ("sm_90", "sm_100")), ("*fp8e4b8", 240.0, ("gfx942",))):
-        common = {"X": "*bf16", "Y": fp8, "SCALE": "*fp32"}
+    forms = (("*fp8e4nv", 448.0, ("sm_90", "sm_100")), ("*fp8e4b8", 240.0, ("gfx942",)))
+    for dtype, (fp8, largest, architectures) in itertools.product(("bf16", "fp16"), forms):
+        suffix = "" if dtype == "bf16" else f".{dtype}"
+        common = {"X": f"*{dtype}", "Y": fp8, "SCALE": "*fp32"}
         limits = {"SMALLEST": _SMALLEST, "LARGEST": largest}
         found += [
             KernelSpec(
-                "quantize_fp8.tensor", quantize_tensor_kernel, common | {"numel": "i32"}, {"LARGEST": largest},
+                f"quantize_fp8.tensor{suffix}", quantize_tensor_kernel, common | {"numel": "i32"}, {"LARGEST": largest},
                 "quantize_fp8.tensor", divisible_by_16=("X", "Y"), architectures=architectures,
             ),
             KernelSpec(
-                "quantize_fp8.token", quantize_token_kernel, common | {"width": "i32"}, limits,
+                f"quantize_fp8.token{suffix}", quantize_token_kernel, common | {"width": "i32"}, limits,
                 "quantize_fp8.token", divisible_by_16=("X", "Y", "width"), architectures=architectures,
             ),
             KernelSpec(
-                "quantize_fp8.block", quantize_block_kernel, common | {"width": "i32", "num_blocks": "i32"},
+                f"quantize_fp8.block{suffix}", quantize_block_kernel, common | {"width": "i32", "num_blocks": "i32"},
                 limits | {"COLUMNS": BLOCK_COLUMNS}, "quantize_fp8.block",
                 divisible_by_16=("X", "Y", "width"), architectures=architectures,
             ),

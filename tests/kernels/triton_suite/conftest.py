@@ -11,8 +11,10 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     import torch
 
     from tests.kernels.interpreter import repair
+    from tests.kernels.memcheck import watch
 
     torch.set_num_threads(1)
     repair()
+    watch()
 else:
     collect_ignore_glob.append("*")

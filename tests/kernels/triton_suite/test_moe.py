@@ -58,3 +58,24 @@ def test_moe_gemm(absent: bool, second: bool, tile_rows: int, dtype: torch.dtype
     router = normal(num_slots).sigmoid() if second else None
     ours, expected = (gemm(x, weight, slots, num_slots, router) for gemm in (moe_gemm_triton, moe_gemm_ref))
     assert (ours.double() - expected.double()).abs().max() <= TOLERANCE[dtype]
+
+
+def test_a_token_without_finite_logits_gets_experts_that_exist() -> None:
+    """60 experts in a block of 64: an index past them would read what is nobody's weight."""
+    logits = normal(5, 60)
+    logits[1, 7], logits[3, 2] = float("nan"), float("inf")
+    weights, experts = route_topk_triton(logits, 4, True)
+    expected_weights, expected = route_topk_ref(logits, 4, True)
+    assert experts.min() >= 0 and experts.max() < 60
+    assert all(len(set(row)) == 4 for row in experts.tolist())
+    assert torch.equal(experts[::2], expected[::2]) and weights[::2].isfinite().all()
+    assert weights[1].isnan().all() and weights[3].isnan().all() and expected_weights[1].isnan().all()
+
+
+def test_a_step_of_padding_alone() -> None:
+    """Every expert is -1: nothing is sorted in, and the product is zero."""
+    experts = torch.full((3, 2), -1, dtype=torch.int32)
+    ours, expected = (sort(experts, 5, 16) for sort in (sort_by_expert_triton, sort_by_expert_ref))
+    assert ours.num_rows.tolist() == expected.num_rows.tolist() == [0]
+    assert torch.equal(ours.slots, expected.slots) and (ours.slots == 6).all()
+    assert not moe_gemm_triton(normal(3, 64), normal(5, 128, 64), ours, 6, None).any()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -84,3 +86,12 @@ def test_weight_only_gemm(m: int, n: int, group_size: int, bits: int, dtype: tor
     weight = QuantizedWeight(pack_codes(codes, bits), scales, zeros, bits, group_size, order)
     x, bias = normal(m, k, dtype=dtype), normal(n, dtype=dtype) if extras else None
     assert_close(*(f(x, weight, bias) for f in (weight_only_gemm_triton, weight_only_gemm_ref)))
+
+
+@pytest.mark.parametrize("quantize", [quantize_fp8_tensor_triton, quantize_fp8_token_triton, quantize_fp8_block_triton])
+def test_what_is_not_finite_stays_so_and_harms_no_other_row(quantize: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """Or a row that failed would go on with numbers that look right."""
+    x = torch.randn((3, 200), generator=torch.Generator().manual_seed(1))
+    x[1, 150] = float("nan")
+    codes, _ = quantize(x)
+    assert codes[1, 150].float().isnan() and codes[0].float().isfinite().all() and codes[2].float().isfinite().all()

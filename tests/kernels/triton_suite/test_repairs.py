@@ -51,6 +51,24 @@ def cast_kernel(X, OUT, N: tl.constexpr):
     tl.store(OUT + at, tl.load(X + at).to(OUT.dtype.element_ty))
 
 
+@triton.jit
+def tf32_kernel(X, Y, OUT, PRECISION: tl.constexpr, N: tl.constexpr):
+    at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(OUT + at, tl.dot(tl.load(X + at), tl.load(Y + at), input_precision=PRECISION))
+
+
+@triton.jit
+def extreme_kernel(X, Y, OUT, LARGEST: tl.constexpr):
+    at = tl.arange(0, 2)
+    x, y = tl.load(X + at), tl.load(Y + at)
+    tl.store(OUT + at, tl.maximum(x, y) if LARGEST else tl.minimum(x, y))
+
+
+@triton.jit
+def argmax_kernel(X, OUT, N: tl.constexpr):
+    tl.store(OUT, tl.argmax(tl.load(X + tl.arange(0, N)), 0))
+
+
 def counts() -> bool:
     out = torch.zeros(1, dtype=torch.int32)
     count_kernel[(1,)](torch.tensor([5], dtype=torch.int32), out)
@@ -94,11 +112,39 @@ def casts_integers() -> bool:
     return torch.equal(as_bf16, x.bfloat16()) and torch.equal(back, x)
 
 
+def multiplies_as_tf32() -> bool:
+    """1 + 2^-12 has no place in ten bits; two parts of ten hold it."""
+    x, y = torch.full((2, N, N), 1 + 2.0**-12)
+    plain, split = torch.empty(2, N, N)
+    tf32_kernel[(1,)](x, y, plain, "tf32", N)
+    tf32_kernel[(1,)](x, y, split, "tf32x3", N)
+    exact = N * (1 + 2.0**-12) ** 2
+    return bool((plain == N).all()) and (split - exact).abs().max().item() < 1e-5
+
+
+def drops_nan(largest: bool) -> bool:
+    x, y = torch.tensor([[float("nan"), 1.0], [2.0, float("nan")]])
+    out = torch.empty(2)
+    extreme_kernel[(1,)](x, y, out, largest)
+    return out.tolist() == [2.0, 1.0]
+
+
+def finds_no_place_of_nan() -> bool:
+    x, out = torch.arange(N).flip(0).float(), torch.empty(2, dtype=torch.int32)
+    argmax_kernel[(1,)](x, out, N)
+    x[3] = float("nan")
+    argmax_kernel[(1,)](x, out[1:], N)
+    return out.tolist() == [0, N - 1]
+
+
 PROBES: dict[str, Callable[[], bool]] = {
     "numpy scalars": counts,
     "bf16 arithmetic": adds,
     "bf16 fma": fuses_multiply_add,
-    "bf16 dot": multiplies_matrices,
+    "bf16 dot, fp32 dot in TF32": lambda: multiplies_matrices() and multiplies_as_tf32(),
+    "maximum of NaN": lambda: drops_nan(True),
+    "minimum of NaN": lambda: drops_nan(False),
+    "argmax of NaN": finds_no_place_of_nan,
     "bf16 from and to integers": casts_integers,
     "rounding to bf16 and fp8": lambda: rounds(torch.bfloat16) and rounds(torch.float8_e4m3fn),
 }
