@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from slipring.kernels.jit import tl, triton
-from slipring.kernels.peers import PeerBuffers
+from slipring.kernels.peers import PeerBuffers, settle
 from slipring.kernels.spec import KernelSpec
 from slipring.kernels.tiles import register, tiles
 
@@ -210,6 +210,7 @@ class Communicator:
         self.pointers = torch.tensor(addresses, dtype=torch.int64, device=peers.device)
         self.epochs = torch.zeros(lanes.num_lanes, dtype=torch.int64, device=peers.device)
         self.poison = torch.zeros(1, dtype=torch.int64, device=peers.device)
+        settle(peers.device)
 
     def fault(self) -> Fault | None:
         """Who was waited for in vain, if anybody. Waits for the device."""

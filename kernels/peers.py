@@ -48,6 +48,12 @@ class PeerBuffers(Protocol):
         ...
 
 
+def settle(device: torch.device) -> None:
+    """Wait for what was just enqueued to fill a buffer: whoever uses it next may do so on another stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 class SharedPeers:
     """All ranks' buffers lie in one segment that every process maps where it likes: rank r's at r * nbytes.
 
@@ -83,6 +89,7 @@ class LocalPeers:
         self.rank, self.nbytes, self.device = rank, nbytes, device
         # int64, so that the flags are aligned whatever the allocator does.
         self._own: torch.Tensor | None = torch.zeros(-(-nbytes // 8), dtype=torch.int64, device=device)
+        settle(device)
 
     def export(self) -> bytes:
         assert self._own is not None, "export after close"
@@ -108,9 +115,13 @@ class CudaPeers:
         self._mapped: list[int] = []
         self._runtime.setDevice(device)
         self._own: int = self._runtime.malloc(nbytes)
-        self._runtime.memset(self._own, 0, nbytes)
-        # The memset is asynchronous, and a peer may signal as soon as it has the handle.
-        self._runtime.deviceSynchronize()
+        try:
+            self._runtime.memset(self._own, 0, nbytes)
+            # The memset is asynchronous, and a peer may signal as soon as it has the handle.
+            self._runtime.deviceSynchronize()
+        except Exception:
+            self._runtime.free(self._own)
+            raise
 
     def export(self) -> bytes:
         return self._runtime.ipcGetMemHandle(self._own)
@@ -133,6 +144,7 @@ class CudaPeers:
 
     def disconnect(self) -> None:
         if self._mapped:
+            self._runtime.setDevice(self.device.index)  # what is waited for is the current device
             self._runtime.deviceSynchronize()
         while self._mapped:
             self._runtime.ipcCloseMemHandle(self._mapped.pop())

@@ -113,7 +113,18 @@ def test_cuda_buffers_are_opened_once_and_closed_before_they_are_freed(runtime: 
     runtime.calls.clear()
     ranks[1].close(), ranks[1].close()
     names = [call[0] for call in runtime.calls]
-    assert names == ["deviceSynchronize", "close", "close", "free"] and runtime.calls[-1] == ("free", addresses[1])
+    assert names == ["setDevice", "deviceSynchronize", "close", "close", "free"]
+    assert runtime.calls[-1] == ("free", addresses[1])
+
+
+def test_a_buffer_that_cannot_be_zeroed_is_freed(runtime: RuntimeDouble, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing() -> None:
+        raise RuntimeError("cudaErrorIllegalAddress")
+
+    monkeypatch.setattr(runtime, "deviceSynchronize", failing)
+    with pytest.raises(RuntimeError, match="IllegalAddress"):
+        CudaPeers(0, 4096, 0)
+    assert runtime.calls[-1] == ("free", *runtime.memory)
 
 
 def test_a_handle_that_cannot_be_opened_leaves_nothing_mapped(runtime: RuntimeDouble) -> None:
