@@ -5,6 +5,7 @@ A wrapper asks `tiles(name)` for the device it launches on; the compile gate wal
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -31,7 +32,9 @@ def tiles(name: str) -> dict[str, Any]:
     return lookup(name, current_architecture())
 
 
+@functools.cache
 def current_architecture() -> str:
+    """Of this process's device. Every launch asks, and torch takes microseconds to say."""
     if not torch.cuda.is_available():
         return "sm_90"
     if torch.version.hip:

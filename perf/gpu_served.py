@@ -26,7 +26,7 @@ from perf.figure import ROOT
 from perf.serving import Running, free_port
 
 PROMPT = "The three primary colours are"
-REFUSALS = ("must be one of", "not supported", "needs a package", "No module named")
+REFUSALS = ("must be one of", "not supported", "the kernels are made for", "needs a package", "No module named")
 
 
 class NotAvailable(Exception):

@@ -42,7 +42,7 @@ class Weights:
     """The tensors of one checkpoint. `close()` drops the mappings; tensors that were handed out are copies.
 
     `device` is where they are handed out. `keep_quantized`: whether `quantized` answers; None: as the device is best
-    served, which is yes for a GPU.
+    served, which is yes for a GPU that computes in 16 bits (no kernel multiplies quantised weights in fp32).
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class Weights:
         self.spec = spec
         self.dtype = dtype
         self.device = torch.device(device)
-        self._keeps_quantized = self.device.type == "cuda" if keep_quantized is None else keep_quantized
+        on_gpu = self.device.type == "cuda" and dtype.itemsize == 2
+        self._keeps_quantized = on_gpu if keep_quantized is None else keep_quantized
         self._progress = progress
         self._done = 0
         self._total = sum(tensor.nbytes for tensor in spec.tensors)

@@ -28,8 +28,8 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 
 def budget(total: int) -> Budget:
-    """1 GiB of everything that is measured, and of edits; 2 GiB and 32 MiB of graphs; 2 % margin."""
-    return Budget.measured(total, GIB, GIB, GIB, GIB, 4, GIB)
+    """1 GiB of everything that is measured, and of edits; 1 GiB and 4 x 8 MiB of graphs; 2 % margin."""
+    return Budget.measured(total, GIB, GIB, GIB, (GIB, 8 << 20), 4, GIB)
 
 
 def config(spec: ModelSpec, **changes: object) -> WorkerConfig:
@@ -38,7 +38,7 @@ def config(spec: ModelSpec, **changes: object) -> WorkerConfig:
 
 def test_the_pool_takes_what_is_left(spec: ModelSpec) -> None:
     each = block_bytes(spec, 8, torch.float32)
-    left = 10 * GIB - 6 * GIB - 4 * (8 << 20) - int(0.02 * 10 * GIB)
+    left = 10 * GIB - 5 * GIB - 4 * (8 << 20) - int(0.02 * 10 * GIB)
     assert budget(10 * GIB).for_pool == left
     assert budget(10 * GIB).num_blocks(config(spec)) == left // each
     assert budget(10 * GIB).num_blocks(config(spec, num_blocks=7)) == 7
@@ -46,7 +46,7 @@ def test_the_pool_takes_what_is_left(spec: ModelSpec) -> None:
 
 
 def test_a_pool_larger_than_what_is_left_is_refused_with_the_shares(spec: ModelSpec) -> None:
-    with pytest.raises(MemoryShortageError, match=r"9\.00 GiB but only 3\.77 GiB(?s:.*)weights +1\.00 GiB"):
+    with pytest.raises(MemoryShortageError, match=r"9\.00 GiB but only 4\.77 GiB(?s:.*)weights +1\.00 GiB"):
         budget(10 * GIB).num_blocks(config(spec, kv_cache_bytes=9 * GIB))
 
 

@@ -180,3 +180,10 @@ def test_broken_quantised_tensors_name_tensor_and_file(tmp_path: Path) -> None:
         load("fp8-blocks", "weight", dtype="I8")
     with pytest.raises(WeightError, match="unexpected dtype F6"):
         load("fp8-blocks", "weight", dtype="F6")
+
+
+def test_a_gpu_keeps_quantised_weights_where_its_kernels_can_multiply_them(tmp_path: Path) -> None:
+    """No kernel multiplies them in fp32: there they are dequantised, as on a CPU."""
+    spec, _ = save_quantized("awq", tmp_path)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    assert [Weights(spec, dtype, device="cuda")._keeps_quantized for dtype in dtypes] == [True, True, False]

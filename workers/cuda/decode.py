@@ -113,8 +113,20 @@ class DecodeStep:
         self._forward(bucket)
         self._draw(bucket)
 
+    def replay_empty(self, bucket: int) -> None:
+        """As `run_empty`, by the bucket's graphs."""
+        self._mirror.clear()
+        self._graphs[bucket].forward.replay()
+        self._graphs[bucket].draw.replay()
+
     def uncaptured(self) -> list[int]:
-        return [bucket for bucket in self.buckets if bucket not in self._graphs]
+        """From the largest down: the order in which they are captured, so that the smaller ones' activations find room
+        where the largest one's are."""
+        return [bucket for bucket in reversed(self.buckets) if bucket not in self._graphs]
+
+    def drop_graphs(self) -> None:
+        """While nothing is in flight."""
+        self._graphs.clear()
 
     def capture(self, bucket: int, before_layer: Callable[[], None]) -> None:
         """Record the bucket's bodies, which enqueues nothing, or raise what `before_layer` raises.

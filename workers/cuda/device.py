@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipring.kernels.spec import ARCHITECTURES
+from slipring.kernels.tiles import current_architecture
 from slipring.workers.link import StartRefused
 
 Body = Callable[[], None]
@@ -73,7 +75,7 @@ class Device(Protocol):
         ...
 
     def peak_bytes(self, body: Body) -> int:
-        """Most memory that running `body` takes beyond what was held before."""
+        """Most memory that running `body` takes beyond what was held before. For start-up."""
         ...
 
     def synchronize(self) -> None: ...
@@ -85,14 +87,19 @@ class Device(Protocol):
 
 class CudaDevice:
     def __init__(self, name: str) -> None:
-        """`name`: cuda:N. Raises StartRefused when there is no such device."""
+        """`name`: cuda:N. Raises StartRefused when there is no such device, or our kernels are not made for it."""
         if not torch.cuda.is_available():
             raise StartRefused(f"--device {name}: torch finds no CUDA device; `slipring doctor` says what is missing")
         self.torch = torch.device(name)
+        if self.torch.index >= (count := torch.cuda.device_count()):
+            raise StartRefused(f"--device {name}: torch finds {count} CUDA devices, the last one is cuda:{count - 1}")
         torch.cuda.set_device(self.torch)
+        if (found := current_architecture()) not in ARCHITECTURES:
+            raise StartRefused(f"--device {name} is {found}; the kernels are made for {', '.join(ARCHITECTURES)}")
         self.num_processors = torch.cuda.get_device_properties(self.torch).multi_processor_count
         self._stream = torch.cuda.Stream(self.torch)
         self._graph_pool = torch.cuda.graph_pool_handle()
+        self._pool_keeper: Any = None
         self._registered: list[int] = []
 
     def activate(self) -> None:
@@ -113,6 +120,14 @@ class CudaDevice:
         return torch.zeros(size, dtype=dtype, pin_memory=True)
 
     def capture(self, body: Body) -> Graph:
+        # A pool dies with its last graph, and torch does not revive one: were the first capture interrupted, all later
+        # ones would fail. A graph of next to nothing keeps it.
+        if self._pool_keeper is None:
+            word = torch.zeros(1, device=self.torch)
+            self._pool_keeper = self._record(word.zero_)
+        return self._record(body)
+
+    def _record(self, body: Callable[[], Any]) -> Graph:
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph: that one first gives the allocator's cache back, which the next step would have to get
         # again. thread_local: what other threads ask of the driver does not void the capture.
@@ -135,20 +150,23 @@ class CudaDevice:
         return torch.cuda.mem_get_info(self.torch)[0]
 
     def peak_bytes(self, body: Body) -> int:
+        # As the driver sees it: what torch reserves in whole segments, code that is loaded, and workspaces count too.
+        # torch keeps what it has reserved, so it is all still there afterwards.
         self.synchronize()
-        before = torch.cuda.memory_allocated(self.torch)
-        torch.cuda.reset_peak_memory_stats(self.torch)
+        before = self.free_bytes()
         body()
         self.synchronize()
-        return torch.cuda.max_memory_allocated(self.torch) - before
+        return max(0, before - torch.cuda.mem_get_info(self.torch)[0])
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch)
 
     def close(self) -> None:
-        self.synchronize()
-        while self._registered:
-            _cudart().cudaHostUnregister(self._registered.pop())
+        try:
+            self.synchronize()
+        finally:  # which raises what ended the work, if something did
+            while self._registered:
+                _cudart().cudaHostUnregister(self._registered.pop())
 
 
 def _cudart() -> Any:

@@ -72,7 +72,7 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def _capture_next(self, step_has_come: Callable[[], bool]) -> bool:
-        """One bucket, smallest first. Returns whether any is left."""
+        """One bucket. Returns whether any is left."""
         if not (buckets := self._runner.decode.uncaptured()):
             return False
         if self._num_in_flight:
@@ -84,7 +84,7 @@ class CudaExecutor:
             return True
         except RuntimeError as error:
             # Slower is better than gone.
-            print(f"decode steps of {buckets[0]} rows and more run without graphs: {error}", file=sys.stderr)
+            print(f"decode steps of up to {buckets[0]} rows run without graphs: {error}", file=sys.stderr)
             self.meanwhile = None
             return False
         finally:

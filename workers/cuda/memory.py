@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from slipring.shm.spec import WorkerConfig
 from slipring.workers.kv_cache import DTYPES, MemoryShortageError, block_bytes
 
-_GRAPH_BYTES = 8 << 20
-"""Set aside for one bucket's graphs, beside the activations of their common pool."""
+_LEAST_GRAPH_BYTES = 2 << 20
+"""Set aside for one bucket's graphs at least: the driver takes memory 2 MiB at a time, so less cannot be seen."""
 _MARGIN = 0.02
 """Share of free memory left alone: the driver's own growth, and gaps between the allocator's segments."""
 
@@ -27,9 +27,9 @@ class Budget:
     state: int
     """Row state, and the decode steps' static buffers."""
     activations: int
-    """Peak of the largest step."""
+    """Peak of the largest step, and of the largest decode step after it."""
     graphs: int
-    """Captured activations live in a pool of their own, where growing buckets leave gaps: twice the largest step's."""
+    """Of all buckets. Captured activations live in a pool of their own, apart from those of other steps."""
     edits: int
     """Penalty counts, and what draws that edit logits and reports of prompts take beyond others."""
     margin: int
@@ -41,13 +41,18 @@ class Budget:
         weights: int,
         state: int,
         activations: int,
-        decode_activations: int,
+        graphs: tuple[int, int],
         num_buckets: int,
         edits: int,
     ) -> Budget:
-        """`decode_activations`: peak of the largest decode step."""
-        graphs = 2 * decode_activations + num_buckets * _GRAPH_BYTES
-        return cls(total, weights, state, activations, graphs, edits, int(total * _MARGIN))
+        """`graphs`: what the largest bucket's took, and then the smallest's.
+
+        Buckets are captured from the largest down, so that the pool which the first one makes has room for the others'
+        activations; what the smallest adds is a graph's own cost, which each of the others may add.
+        """
+        largest, smallest = graphs
+        of_all = largest + num_buckets * max(smallest, _LEAST_GRAPH_BYTES)
+        return cls(total, weights, state, activations, of_all, edits, int(total * _MARGIN))
 
     @property
     def for_pool(self) -> int:

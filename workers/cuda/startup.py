@@ -59,17 +59,43 @@ def build_executor(config: WorkerConfig, link: Link, device: Device, clock: Phas
 
 def measure(config: WorkerConfig, runner: CudaRunner, device: Device, held: tuple[int, int, int]) -> Budget:
     """Run the largest steps, and see what they take. `held`: total, weights and state of the `Budget`."""
-    largest = runner.decode.buckets[-1]
     try:
-        activations = device.peak_bytes(partial(_run_dummy, runner, *_dummy_step(config)))
-        decode_activations = device.peak_bytes(partial(runner.decode.run_empty, largest))
+        activations = device.peak_bytes(partial(_run_largest, config, runner))
+        graphs = _measure_graphs(runner, device)
     except torch.OutOfMemoryError as error:
         raise MemoryShortageError(
             f"a step of {config.max_num_batched_tokens} tokens and {config.max_num_seqs} rows does not fit beside the "
             "weights; lower --max-num-batched-tokens or --max-num-seqs"
         ) from error
     edits = RESERVE_BYTES + Edits.reserve_bytes(config.num_rows, config.max_num_seqs, config.model.vocab_size)
-    return Budget.measured(*held, activations, decode_activations, len(runner.decode.buckets), edits)
+    return Budget.measured(*held, activations, graphs, len(runner.decode.buckets), edits)
+
+
+def _run_largest(config: WorkerConfig, runner: CudaRunner) -> None:
+    _run_dummy(runner, *_dummy_step(config))
+    for bucket in (runner.decode.buckets[-1], runner.decode.buckets[0]):  # also what a capture must find loaded
+        runner.decode.run_empty(bucket)
+
+
+def _measure_graphs(runner: CudaRunner, device: Device) -> tuple[int, int]:
+    """(bytes of the largest bucket's graphs, and of the smallest's beside them); they are captured for this alone, and
+    dropped: a graph holds the addresses of its KV pool."""
+    decode = runner.decode
+
+    def capture(bucket: int) -> None:
+        decode.capture(bucket, lambda: None)
+        decode.replay_empty(bucket)  # the first replay takes memory too
+
+    try:
+        largest = device.peak_bytes(partial(capture, decode.buckets[-1]))
+        return largest, device.peak_bytes(partial(capture, decode.buckets[0]))
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        print(f"decode steps cannot be captured: {error}", file=sys.stderr)
+        return 0, 0
+    finally:
+        decode.drop_graphs()
 
 
 def warm_up(config: WorkerConfig, runner: CudaRunner, device: Device) -> None:
