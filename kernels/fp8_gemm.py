@@ -177,6 +177,15 @@ def _specs() -> tuple[KernelSpec, ...]:
                     )
                     for has_bias in (False, True)
                 ]  # fmt: skip
+        fp16 = {"BIAS": "*fp16", "Y": "*fp16"}
+        found += [
+            KernelSpec(
+                f"fp8_gemm.{form}.{rows}.fp16", kernel, types | fp16, {"HAS_BIAS": False},
+                f"fp8_gemm.{rows}", "fp8", ("A", "B", "BIAS", "Y", "N", "K"), architectures,
+            )
+            for rows in ("few_rows", "many_rows")
+            for form, kernel, types in (("row", fp8_gemm_kernel, strided), ("block", fp8_block_gemm_kernel, base))
+        ]  # fmt: skip
     return tuple(found)
 
 

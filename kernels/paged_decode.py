@@ -274,6 +274,6 @@ SPECS = (
             tiles="paged_decode_combine",
             divisible_by_16=("PARTIAL", "LOG_SUMS", "OUT"),
         )
-        for dtype, head_dim, num_splits in (("bf16", 128, 8), ("fp16", 64, 32), ("bf16", 256, 32))
+        for dtype, head_dim, num_splits in (("bf16", 128, 8), ("fp16", 64, 32), ("bf16", 256, 32), ("fp32", 128, 8))
     ),
 )

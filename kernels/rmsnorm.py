@@ -116,5 +116,7 @@ SPECS = (
     _spec("bf16", 4096, True, "rmsnorm"),
     _spec("fp16", 8192, True, "rmsnorm"),
     _spec("bf16", 16384, True, "rmsnorm"),
+    _spec("fp32", 8192, False, "rmsnorm"),
     _spec("bf16", 128, False, "rmsnorm_heads"),
+    _spec("fp32", 128, False, "rmsnorm_heads"),
 )

@@ -211,6 +211,7 @@ def _spec(dtype: str, pool: str, limit: float, head_dim: int, architectures: tup
 SPECS = (
     _spec("bf16", "bf16", 0.0, 128, ARCHITECTURES),
     _spec("fp16", "fp16", 0.0, 64, ARCHITECTURES),
+    _spec("fp32", "fp32", 0.0, 128, ARCHITECTURES),
     _spec("bf16", "fp8e4nv", 448.0, 128, ("sm_90", "sm_100")),
     _spec("bf16", "fp8e4b8", 240.0, 128, ("gfx942",)),
     _spec("fp16", "fp8e4nv", 448.0, 64, ("sm_90", "sm_100")),

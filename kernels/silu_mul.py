@@ -54,5 +54,5 @@ SPECS = tuple(
         tiles="silu_mul",
         divisible_by_16=("GATE_UP", "OUT", "stride_token", "size"),
     )
-    for dtype in ("bf16", "fp16")
+    for dtype in ("bf16", "fp16", "fp32")
 )

@@ -10,6 +10,7 @@ Checkpoints in AWQ's and GPTQ's layouts become ours at load (`from_awq`, `from_g
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -220,7 +221,8 @@ def _tile(num_rows: int, weight: QuantizedWeight) -> tuple[dict[str, int], bool]
 
 def weight_only_gemm_triton(x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """As `weight_only_gemm_ref`; x contiguous."""
-    x = x if weight.order is None else x[:, weight.order]
+    # index_select, whose result is contiguous; that of x[:, order] need not be.
+    x = x if weight.order is None else x.index_select(1, weight.order)
     m, (n, k) = x.shape[0], weight.shape
     y = torch.empty(m, n, device=x.device, dtype=x.dtype)
     tile, one_group = _tile(m, weight)
@@ -251,7 +253,26 @@ def _specs() -> tuple[KernelSpec, ...]:
                 constants = {"HAS_ZEROS": has_zeros, "HAS_BIAS": has_zeros, "ONE_GROUP": rows != "small_groups"}
                 name = f"int{bits}_gemm.{rows}{'.zeros' if has_zeros else ''}"
                 found.append(KernelSpec(name, kernel, types, constants, f"int{bits}_gemm.{rows}", "fp16", aligned))
-    return tuple(found)
+    return (*found, *_checkpoint_specs(types, aligned))
+
+
+def _checkpoint_specs(types: dict[str, str], aligned: tuple[str, ...]) -> Iterator[KernelSpec]:
+    """AWQ's and GPTQ's checkpoints have scales in fp16, whatever the model computes in."""
+    for bits, kernel, rows, dtype in (
+        (4, int4_gemm_kernel, "few_rows", "bf16"),
+        (4, int4_gemm_kernel, "some_rows", "bf16"),
+        (4, int4_gemm_kernel, "many_rows", "bf16"),
+        (4, int4_gemm_kernel, "small_groups", "bf16"),
+        (4, int4_gemm_kernel, "few_rows", "fp16"),
+        (4, int4_gemm_kernel, "many_rows", "fp16"),
+        (8, int8_gemm_kernel, "few_rows", "bf16"),
+        (8, int8_gemm_kernel, "many_rows", "fp16"),
+    ):
+        of_model = dict.fromkeys(("X", "BIAS", "Y"), f"*{dtype}")
+        constants = {"HAS_ZEROS": True, "HAS_BIAS": True, "ONE_GROUP": rows != "small_groups"}
+        name = f"int{bits}_gemm.{rows}.zeros.{dtype}_fp16scales"
+        signature = types | of_model | {"SCALES": "*fp16"}
+        yield KernelSpec(name, kernel, signature, constants, f"int{bits}_gemm.{rows}", "fp16", aligned)
 
 
 SPECS = _specs()

@@ -1,8 +1,9 @@
-"""What a compiled kernel's binary says of itself: registers, spills, stack, shared memory, matrix instructions.
+"""What a compiled kernel's binary says of itself: registers, spills, stack, shared memory, matrix instructions, stores.
 
 NVIDIA: `cuobjdump --dump-resource-usage` gives registers and stack but no spills, so local loads and stores are
-counted in nvdisasm's listing; both tools are in Triton's wheel. Disassembly takes longer than compilation, so it is
-left out where it has nothing to say: no tl.dot, and no stack, without which nothing can be spilled to it.
+counted in nvdisasm's listing; both tools are in Triton's wheel. Stores to global memory are counted in it too: where
+an operation has no meaning for a compiler (a shift that is too wide, a branch that it thinks is never taken) it may
+drop all that follows, and the rest compiles, fits every limit and does nothing.
 AMD: the metadata at the end of the assembly. Shared memory (LDS) is the compiler's own word for both: over the limit
 it compiles without an error, and fails at launch.
 """
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 _SASS_MATRIX = re.compile(r"\b(UTC[A-Z]*MMA|[HQI]G?MMA)\b")
+_SASS_STORE = re.compile(r"\b(?:STG|ST|ATOMG?|REDG?|UTMASTG|UTMAREDG|UBLKRED)\b")
 _AMD_MATRIX = re.compile(r"\bv_mfma_\w+")
+_AMD_STORE = re.compile(r"\b(?:global|buffer|flat)_(?:store|atomic)_\w+")
 _DOT = re.compile(r"tt\.dot .*: tensor<(?:\d+x)+(\w+)> \*.*-> tensor<(?:\d+x)?(\d+)x\d+x\w+>")
 """An operand's type and the rows of the result."""
 
@@ -33,6 +36,8 @@ class Reading:
     shared: int
     """Bytes a program."""
     threads: int
+    stores: int
+    """Instructions that write to memory which outlives the program, atomic ones included."""
     matrix: tuple[str, ...]
     """Distinct matrix instructions."""
     dot_rows: int
@@ -49,22 +54,23 @@ def read(compiled: Any, tools: Path) -> Reading:
     target, metadata = compiled.metadata.target, compiled.metadata
     dots = _DOT.findall(compiled.asm["ttir"])
     if target.backend == "hip":
-        registers, spills, stack, matrix = _amd(compiled)
+        registers, spills, stack, stores, matrix = _amd(compiled)
     else:
-        registers, spills, stack, matrix = _nvidia(compiled, tools, has_dots=bool(dots))
+        registers, spills, stack, stores, matrix = _nvidia(compiled, tools)
     return Reading(
         registers=registers,
         spills=spills,
         stack=stack,
         shared=metadata.shared,
         threads=metadata.num_warps * target.warp_size,
+        stores=stores,
         matrix=matrix,
         dot_rows=max((int(rows) for _, rows in dots), default=0),
         dot_types=tuple(sorted({operand for operand, _ in dots})),
     )
 
 
-def _nvidia(compiled: Any, tools: Path, has_dots: bool) -> tuple[int, int, int, tuple[str, ...]]:
+def _nvidia(compiled: Any, tools: Path) -> tuple[int, int, int, int, tuple[str, ...]]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -72,16 +78,16 @@ def _nvidia(compiled: Any, tools: Path, has_dots: bool) -> tuple[int, int, int, 
         found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
         assert found, f"cuobjdump names no registers: {usage}"
         registers, stack = int(found[1]), int(found[2])
-        code = _run(tools / "nvdisasm", "-c", "-ndf", file.name) if has_dots or stack else ""
+        code = _run(tools / "nvdisasm", "-c", "-ndf", file.name)
     spills = len(re.findall(r"\b(?:STL|LDL)\b", code))
-    return registers, spills, stack, tuple(sorted(set(_SASS_MATRIX.findall(code))))
+    return registers, spills, stack, len(_SASS_STORE.findall(code)), tuple(sorted(set(_SASS_MATRIX.findall(code))))
 
 
 def _run(*command: Any) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _amd(compiled: Any) -> tuple[int, int, int, tuple[str, ...]]:
+def _amd(compiled: Any) -> tuple[int, int, int, int, tuple[str, ...]]:
     code = compiled.asm["amdgcn"]
 
     def number(key: str) -> int:
@@ -91,4 +97,5 @@ def _amd(compiled: Any) -> tuple[int, int, int, tuple[str, ...]]:
 
     matrix = tuple(sorted(set(_AMD_MATRIX.findall(code))))
     # .vgpr_count is the unified total on gfx90a and later: accumulation registers are among them.
-    return number("vgpr_count"), number("vgpr_spill_count"), number("private_segment_fixed_size"), matrix
+    registers, spills, stack = map(number, ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size"))
+    return registers, spills, stack, len(_AMD_STORE.findall(code)), matrix

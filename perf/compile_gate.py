@@ -1,9 +1,10 @@
 """Every kernel, compiled ahead of time for every architecture, and judged by its binary. No GPU is needed.
 
 The gate fails a variant for a compile error, spilled registers, a stack, more shared memory, registers or threads than
-the architecture has, or matrix units left unused. Planted kernels must fail on every architecture, each for its own
-reason; otherwise the gate itself is broken. It compiles from an empty cache in two child processes, because a process
-in which kernels can be compiled has SLIPRING_COMPILE_KERNELS set before anything is imported.
+the architecture has, matrix units left unused, or a binary that stores nothing. Planted kernels must fail on every
+architecture, each for its own reason; otherwise the gate itself is broken. It compiles from an empty cache in two
+child processes, because a process in which kernels can be compiled has SLIPRING_COMPILE_KERNELS set before anything is
+imported.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def problems(reading: Reading, matrix: str | None, architecture: str) -> list[st
         (reading.registers > limits.registers, f"{reading.registers} registers, limit {limits.registers}"),
         (file > limits.register_file, f"{file} registers in all, limit {limits.register_file}"),
         (reading.threads > 1024, f"{reading.threads} threads"),
+        (reading.stores == 0, "the binary stores nothing"),
         (not uses_matrix_units(reading, matrix, architecture), _unused(reading, matrix)),
         (
             matrix is None and not set(reading.dot_types) <= {"f32"},

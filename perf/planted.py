@@ -30,6 +30,15 @@ def softmax_in_registers(X, Y, BLOCK: tl.constexpr):
     tl.store(Y + tl.arange(0, BLOCK), e / tl.sum(e, 0))
 
 
+@triton.jit
+def leaves_nothing(X, Y, BLOCK: tl.constexpr):
+    """The branch that stores is never taken, as the compiler knows: all that led to it goes with it."""
+    at = tl.arange(0, BLOCK)
+    x = tl.load(X + at)
+    if BLOCK < 0:
+        tl.store(Y + at, x / tl.sum(x, 0))
+
+
 register("planted.shared", any={"BM": 128, "BN": 128, "BK": 128, "num_warps": 8, "num_stages": 5})
 register("planted.matrix", any={"BM": 128, "BN": 64, "BK": 32, "num_warps": 4, "num_stages": 2})
 # 8192 numbers in one warp, 256 a thread; on AMD, 128 a thread where sixteen waves leave 128 registers for each.
@@ -38,6 +47,8 @@ register(
     any={"BLOCK": 8192, "num_warps": 1, "num_stages": 1},
     gfx942={"BLOCK": 131072, "num_warps": 16, "num_stages": 1},
 )
+
+register("planted.empty", any={"BLOCK": 1024, "num_warps": 4, "num_stages": 1})
 
 _MATMUL = {"A": "*bf16", "B": "*bf16", "C": "*bf16", "M": "i32", "N": "i32", "K": "i32"}
 _ALIGNED = ("A", "B", "C", "M", "N", "K")
@@ -49,6 +60,12 @@ PLANTED = (
             "planted.spill", softmax_in_registers, {"X": "*fp32", "Y": "*fp32"}, {}, "planted.spill", None, ("X", "Y")
         ),
         "spill",
+    ),
+    (
+        KernelSpec(
+            "planted.empty", leaves_nothing, {"X": "*fp32", "Y": "*fp32"}, {}, "planted.empty", None, ("X", "Y")
+        ),
+        "stores nothing",
     ),
 )
 """(spec, a word of the problem that must be found)."""

@@ -18,9 +18,9 @@ from perf.binary import Reading
 from perf.compile_gate import LIMITS, problems, split
 
 GOOD = {
-    "sm_90": Reading(128, 0, 0, 100_000, 256, ("HGMMA",), 128, ("bf16",)),
-    "sm_100": Reading(128, 0, 0, 100_000, 256, ("UTCHMMA",), 128, ("bf16",)),
-    "gfx942": Reading(128, 0, 0, 60_000, 256, ("v_mfma_f32_32x32x8_bf16",), 128, ("bf16",)),
+    "sm_90": Reading(128, 0, 0, 100_000, 256, 8, ("HGMMA",), 128, ("bf16",)),
+    "sm_100": Reading(128, 0, 0, 100_000, 256, 8, ("UTCHMMA",), 128, ("bf16",)),
+    "gfx942": Reading(128, 0, 0, 60_000, 256, 8, ("v_mfma_f32_32x32x8_bf16",), 128, ("bf16",)),
 }
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -32,7 +32,8 @@ def test_some_kernels_pass_and_planted_ones_fail() -> None:
     assert not failed and not missed
     assert {answer["architecture"] for answer in own} == set(LIMITS)
     planted = {(answer["name"], answer["architecture"]) for answer in answers if answer["planted"]}
-    assert planted == set(itertools.product(("planted.shared", "planted.matrix", "planted.spill"), LIMITS))
+    names = [f"planted.{fault}" for fault in ("shared", "matrix", "spill", "empty")]
+    assert planted == set(itertools.product(names, LIMITS))
 
 
 @pytest.mark.parametrize("architecture", LIMITS)
@@ -50,6 +51,7 @@ def test_a_good_reading_has_no_problem(architecture: str) -> None:
         ({"registers": 513}, "registers"),
         ({"threads": 2048}, "threads"),
         ({"matrix": ()}, "no matrix instruction"),
+        ({"stores": 0}, "stores nothing"),
     ],
 )
 def test_each_limit_is_a_problem(architecture: str, change: dict[str, Any], word: str) -> None:
