@@ -28,7 +28,7 @@ from slipring.kernels.spec import KernelSpec
 from slipring.kernels.tiles import register, tiles
 
 
-@triton.jit(do_not_specialize=["rank", "limit"])
+@triton.jit(do_not_specialize=["num_tokens", "rank", "limit"])
 def dispatch_kernel(
     X, EXPERTS, WEIGHTS, ROWS, LOCAL, OUT_WEIGHTS, PEERS, EPOCHS, POISON,
     num_tokens, width, row_bytes, slot_bytes, lane_bytes, num_local, rank, limit,
@@ -67,7 +67,7 @@ def dispatch_kernel(
     tl.store(EPOCHS + lane, epoch)
 
 
-@triton.jit(do_not_specialize=["rank", "limit"])
+@triton.jit(do_not_specialize=["num_tokens", "rank", "limit"])
 def combine_kernel(
     ROWS, LOCAL, EXPERTS, OUT, PEERS, EPOCHS, POISON,
     num_tokens, width, row_bytes, lane_bytes, num_local, rank, limit,

@@ -58,7 +58,8 @@ def _spread(scale: Tensor, dim: int, size: int) -> Tensor:
     return scale.repeat_interleave(BLOCK_SCALE, dim).narrow(dim, 0, size)
 
 
-@triton.jit
+# The number of tokens is no reason to compile anew: that would happen in the middle of serving.
+@triton.jit(do_not_specialize=["M"])
 def fp8_gemm_kernel(
     A, A_SCALE, B, B_SCALE, BIAS, Y, M, N, K, a_scale_stride, b_scale_stride,
     HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -85,7 +86,7 @@ def fp8_gemm_kernel(
     tl.store(y_at, total.to(Y.dtype.element_ty), (row < M)[:, None] & (column < N)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def fp8_block_gemm_kernel(
     A, A_SCALE, B, B_SCALE, BIAS, Y, M, N, K,
     HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,

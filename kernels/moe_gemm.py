@@ -35,7 +35,8 @@ def moe_gemm_ref(x: Tensor, weight: Tensor, sorted_slots: SortedSlots, num_slots
     return y
 
 
-@triton.jit
+# The number of tokens is no reason to compile anew: that would happen in the middle of serving.
+@triton.jit(do_not_specialize=["num_slots", "rows_per_x"])
 def moe_gemm_kernel(
     X, W, SLOTS, TILE_EXPERT, NUM_ROWS, ROUTER, Y, num_slots, rows_per_x, N, K,
     HAS_ROUTER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,

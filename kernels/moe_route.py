@@ -64,7 +64,8 @@ def _capacity(num_slots: int, num_experts: int, tile_rows: int) -> int:
     return -(-(num_slots + min(num_slots, num_experts) * (tile_rows - 1)) // tile_rows) * tile_rows
 
 
-@triton.jit
+# The number of tokens is no reason to compile anew: that would happen in the middle of serving.
+@triton.jit(do_not_specialize=["num_tokens"])
 def route_topk_kernel(
     LOGITS, WEIGHTS, EXPERTS, num_tokens, num_experts,
     TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, K: tl.constexpr, E: tl.constexpr, TOKENS: tl.constexpr,
@@ -97,7 +98,7 @@ def route_topk_kernel(
     tl.store(EXPERTS + at, experts, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "num_chunks"])
 def count_experts_kernel(EXPERTS, COUNTS, num_slots, num_chunks, E: tl.constexpr, CHUNK: tl.constexpr):
     """COUNTS[expert, chunk]: how many slots of the chunk have this expert."""
     chunk = tl.program_id(0)
@@ -108,7 +109,7 @@ def count_experts_kernel(EXPERTS, COUNTS, num_slots, num_chunks, E: tl.constexpr
     tl.store(COUNTS + expert * num_chunks + chunk, counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def scan_chunks_kernel(COUNTS, TOTALS, num_chunks, BLOCK: tl.constexpr):
     """One program an expert: its counts become what the earlier chunks hold; TOTALS[expert] is the whole."""
     expert = tl.program_id(0)
@@ -122,7 +123,7 @@ def scan_chunks_kernel(COUNTS, TOTALS, num_chunks, BLOCK: tl.constexpr):
     tl.store(TOTALS + expert, before)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "num_chunks", "num_tiles"])
 def place_slots_kernel(
     EXPERTS, BEFORE, TOTALS, SLOTS, TILE_EXPERT, NUM_ROWS, num_slots, num_chunks, num_tiles, tile_rows,
     E: tl.constexpr, CHUNK: tl.constexpr,

@@ -59,7 +59,7 @@ def verify_tree_ref(
     return num_accepted, tokens, path
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def verify_chain_kernel(
     DRAFTS, TARGETS, NUM_DRAFT, NUM_ACCEPTED, TOKENS, num_rows, num_places,
     ROWS: tl.constexpr, PLACES: tl.constexpr,

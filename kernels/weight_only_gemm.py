@@ -143,7 +143,8 @@ def _dequantized(
     return (codes.to(tl.float32) - MIDDLE) * scale
 
 
-@triton.jit
+# The number of tokens is no reason to compile anew: that would happen in the middle of serving.
+@triton.jit(do_not_specialize=["M"])
 def int4_gemm_kernel(
     X, CODES, SCALES, ZEROS, BIAS, Y, M, N, K, group_size,
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, ONE_GROUP: tl.constexpr,
@@ -173,7 +174,7 @@ def int4_gemm_kernel(
     tl.store(y_at, total.to(Y.dtype.element_ty), (row < M)[:, None] & (column < N)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def int8_gemm_kernel(
     X, CODES, SCALES, ZEROS, BIAS, Y, M, N, K, group_size,
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, ONE_GROUP: tl.constexpr,

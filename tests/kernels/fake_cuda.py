@@ -9,6 +9,7 @@ no fake CUDA tensors, so the device is a private one that passes for a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections import Counter
@@ -30,7 +31,11 @@ from slipring.workers.cuda.device import HostDevice
 from slipring.workers.cuda.runner import CudaRunner
 from slipring.workers.cuda.startup import measure, warm_up
 from slipring.workers.kv_cache import DTYPES, KvCache
+from slipring.workers.loader import Weights
+from slipring.workers.quantized import Part, QuantizedLinear
 from tests.kernels.on_gpu import OnGpu
+from tests.workers import runner_rig
+from tests.workers.quantized_checkpoints import FORMATS, save_quantized
 from tests.workers.runner_rig import GREEDY, Rig
 from tests.workers.tiny_models import save_tiny
 
@@ -85,8 +90,16 @@ def to_cuda(owner: Any, mode: FakeTensorMode) -> None:
         elif isinstance(value, list):
             for item in value:
                 to_cuda(item, mode)
+        elif isinstance(value, QuantizedLinear):
+            value.parts = [part_on_cuda(part, mode) for part in value.parts]
         elif type(value).__module__.startswith("slipring.workers.models"):
             to_cuda(value, mode)
+
+
+def part_on_cuda(part: Part, mode: FakeTensorMode) -> Part:
+    values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    return dataclasses.replace(part, **{name: mode.from_tensor(x).to("fakegpu:0") for name, x in tensors.items()})
 
 
 class Submitting(CudaRunner):
@@ -107,7 +120,11 @@ def main(family: str, folder: str) -> None:
     JITFunction.run = launch  # pyright: ignore[reportAttributeAccessIssue]
     from pathlib import Path
 
-    spec, _ = save_tiny(family, Path(folder))
+    if family in FORMATS:
+        spec, _ = save_quantized(family, Path(folder))
+        runner_rig.Weights = lambda *args: Weights(*args, keep_quantized=True)  # pyright: ignore
+    else:
+        spec, _ = save_tiny(family, Path(folder))
     rig = Rig(spec, dtype="bfloat16", max_num_seqs=3)
     with OnGpu(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         device = FakeCuda()
@@ -125,6 +142,8 @@ def main(family: str, folder: str) -> None:
         for _ in range(9):
             rig.run(rows)
             rig.run([rows[0], rows[2]])
+        for num_tokens in (70, 33, 16):  # products have tiles by the number of tokens
+            rig.run([rows[0]], [(rig.admit([9] * num_tokens, GREEDY), num_tokens)])
     print(" ".join(sorted(launches)))
 
 

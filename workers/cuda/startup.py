@@ -31,7 +31,8 @@ from slipring.workers.models.registry import build_model
 from slipring.workers.reports import RESERVE_BYTES
 from slipring.workers.startup_clock import PhaseClock
 
-_SHORT_CHUNK = 8
+_CHUNKS = (8, 40)
+"""Lengths between those at which attention and products change their tiles (16 and 64 tokens)."""
 
 
 def build_executor(config: WorkerConfig, link: Link, device: Device, clock: PhaseClock) -> tuple[CudaExecutor, KvCache]:
@@ -100,7 +101,8 @@ def _measure_graphs(runner: CudaRunner, device: Device) -> tuple[int, int]:
 
 def warm_up(config: WorkerConfig, runner: CudaRunner, device: Device) -> None:
     """Launch every kernel that serving will, in every form that it will."""
-    for num_tokens in (_SHORT_CHUNK, config.max_num_batched_tokens):  # attention has a tile for short chunks
+    most = config.max_num_batched_tokens
+    for num_tokens in {*(min(length, most) for length in _CHUNKS), most}:
         _run_dummy(runner, *_dummy_step(config, num_rows=1, num_tokens=num_tokens))
     runner.rows.warm_up()
     for bucket in runner.decode.buckets:

@@ -24,6 +24,7 @@ from slipring.workers.cuda.startup import build_executor
 from slipring.workers.kv_cache import MemoryShortageError, block_bytes
 from slipring.workers.link import Link
 from slipring.workers.main import serve
+from slipring.workers.reports import RESERVE_BYTES
 from slipring.workers.startup_clock import PhaseClock
 from tests.kernels.on_gpu import OnGpu
 from tests.workers.runner_rig import GREEDY, Rig, worker_config
@@ -233,7 +234,7 @@ def test_a_pool_that_cannot_hold_one_context_is_refused_with_the_largest_that_fi
     changes: dict[str, object] = {"num_blocks": None, "kv_cache_bytes": 0}
     config = worker_config(spec)
     each = block_bytes(spec, config.block_size, torch.float32)
-    fixed = Edits.reserve_bytes(4, 2, 260) + 2 * (2 << 20)  # and what is set aside for two buckets' graphs
+    fixed = RESERVE_BYTES + Edits.reserve_bytes(4, 2, 260) + 2 * (2 << 20)  # two buckets' graphs
     worker = Worker(spec, HostDevice(memory_bytes=int((fixed + 5 * each) / 0.98) + 64), **changes)
     assert worker.ready.wait(60)
     assert isinstance(worker.error, MemoryShortageError)
