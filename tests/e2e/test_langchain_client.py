@@ -1,0 +1,64 @@
+"""LangChain's `ChatOpenAI` and `OpenAIEmbeddings` against the real model."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pydantic
+import pytest
+
+from tests.serving import alive
+
+OCEAN = "Write one sentence about the ocean."
+
+
+class Wet(pydantic.BaseModel):
+    """How wet it is."""
+
+    wet: bool
+    depth: int = pydantic.Field(ge=1, le=9)
+
+
+def weather(city: str) -> str:
+    """The weather in a city."""
+    return f"sunny in {city}"
+
+
+@pytest.fixture(scope="module")
+def chat(server: str) -> Iterator[Callable[..., Any]]:
+    """Makes a greedy model. LangChain is imported late: it takes seconds, which other tests need not pay."""
+    langchain_openai = importlib.import_module("langchain_openai")
+
+    def make(**more: Any) -> Any:
+        fixed = {"base_url": f"{server}/v1", "api_key": "any", "model": "smollm2", "temperature": 0, "max_retries": 0}
+        return langchain_openai.ChatOpenAI(**{**fixed, "max_tokens": 40, **more})
+
+    yield make
+    alive(server)
+
+
+def test_an_answer_streams_the_same(chat: Callable[..., Any]) -> None:
+    model = chat()
+    answer = model.invoke([("system", "You are brief."), ("human", OCEAN)])
+    assert "ocean" in answer.content.lower() and answer.usage_metadata["output_tokens"] > 0
+    chunks = list(model.stream([("system", "You are brief."), ("human", OCEAN)], stream_usage=True))
+    assert len(chunks) > 3 and "".join(chunk.content for chunk in chunks) == answer.content
+
+
+def test_a_batch(chat: Callable[..., Any]) -> None:
+    model = chat(max_tokens=8)
+    questions = ["Name a fish.", "Name a boat.", OCEAN]
+    assert [a.content for a in model.batch(questions)] == [model.invoke(question).content for question in questions]
+
+
+def test_the_responses_api(chat: Callable[..., Any]) -> None:
+    answer = chat(use_responses_api=True).invoke(OCEAN)
+    assert answer.text == chat().invoke(OCEAN).content and answer.id.startswith("resp_")
+    assert "".join(chunk.text for chunk in chat(use_responses_api=True).stream(OCEAN)) == answer.text
+
+
+def test_a_bad_request_is_told(chat: Callable[..., Any]) -> None:
+    with pytest.raises(Exception, match="temperature"):
+        chat(temperature=9).invoke(OCEAN)

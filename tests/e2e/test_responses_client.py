@@ -1,0 +1,154 @@
+"""The Responses API through OpenAI's own client, with the real model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+
+from tests.serving import alive
+
+MODEL = "smollm2"
+OCEAN = "Write one sentence about the ocean."
+WEATHER: Any = {
+    "type": "function", "name": "weather", "description": "The weather in a city.", "strict": True,
+    "parameters": {
+        "type": "object", "properties": {"city": {"enum": ["Paris", "Oslo"]}}, "required": ["city"],
+        "additionalProperties": False,
+    },
+}  # fmt: skip
+
+
+class Wet(pydantic.BaseModel):
+    wet: bool
+    depth: int = pydantic.Field(ge=1, le=9)
+
+
+@pytest.fixture(scope="module")
+def client(server: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server}/v1", api_key="any", max_retries=0, timeout=120) as made:
+        yield made
+    alive(server)
+
+
+def ask(client: openai.OpenAI, **more: Any) -> Any:
+    return client.responses.create(**{"model": MODEL, "input": OCEAN, "temperature": 0, **more})
+
+
+def test_a_greedy_answer_is_that_of_chat_and_streams_the_same(client: openai.OpenAI) -> None:
+    answer = ask(client)
+    messages: Any = [{"role": "user", "content": OCEAN}]
+    chat = client.chat.completions.create(model=MODEL, messages=messages, temperature=0)
+    assert answer.output_text == chat.choices[0].message.content and "ocean" in answer.output_text.lower()
+    assert answer.status == "completed" and answer.usage.total_tokens == chat.usage.total_tokens  # type: ignore[union-attr]
+    with client.responses.stream(model=MODEL, input=OCEAN, temperature=0) as stream:
+        pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        last = stream.get_final_response()
+    assert "".join(pieces) == last.output_text == answer.output_text and len(pieces) > 3
+
+
+def test_many_async_streams_equal_the_lone_ones(client: openai.OpenAI, server: str) -> None:
+    questions = [f"Name {n} things that float." for n in range(2, 6)]
+    alone = [ask(client, input=question, max_output_tokens=12).output_text for question in questions]
+
+    async def main() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server}/v1", api_key="x", max_retries=0) as many:
+
+            async def one(question: str) -> str:
+                text = ""
+                async for event in await many.responses.create(
+                    model=MODEL, input=question, temperature=0, max_output_tokens=12, stream=True
+                ):
+                    if event.type == "response.output_text.delta":
+                        text += event.delta
+                return text
+
+            return await asyncio.gather(*map(one, questions))
+
+    assert asyncio.run(main()) == alone
+
+
+def test_a_conversation_goes_on_from_a_stored_response(client: openai.OpenAI) -> None:
+    first = ask(client, instructions="You are a pirate.", metadata={"thread": "7"})
+    kept = client.responses.retrieve(first.id)
+    assert kept.output_text == first.output_text and kept.metadata == {"thread": "7"}
+    (item,) = client.responses.input_items.list(first.id).data
+    assert item.content[0].text == OCEAN  # type: ignore[union-attr]
+    second = ask(client, input="Say it in three words.", previous_response_id=first.id)
+    by_hand = ask(client, input=[{"role": "user", "content": OCEAN},
+                                 {"role": "assistant", "content": first.output_text},
+                                 {"role": "user", "content": "Say it in three words."}])  # fmt: skip
+    assert second.output_text == by_hand.output_text
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    with pytest.raises(openai.NotFoundError) as gone:
+        ask(client, previous_response_id=first.id)
+    assert gone.value.param == "previous_response_id"
+
+
+def test_what_codex_sends(client: openai.OpenAI) -> None:
+    items: Any = [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "List the files."}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAA"},
+        {"type": "function_call", "call_id": "call_1", "name": "shell", "arguments": '{"command": ["ls"]}'},
+        {"type": "function_call_output", "call_id": "call_1", "output": '{"output": "README.md"}'},
+    ]
+    events = list(ask(
+        client, input=items, instructions="You are a coding agent.", stream=True, store=False, tool_choice="auto",
+        tools=[WEATHER, {"type": "web_search"}], parallel_tool_calls=False, include=["reasoning.encrypted_content"],
+        prompt_cache_key="thread", max_output_tokens=16,
+    ))  # fmt: skip
+    assert events[0].type == "response.created"
+    assert events[-1].type in ("response.completed", "response.incomplete")
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    answer = ask(client, include=["message.output_text.logprobs"], top_logprobs=2, max_output_tokens=6)
+    part = answer.output[0].content[0]
+    assert "".join(entry.token for entry in part.logprobs) == part.text
+    assert all(entry.token == entry.top_logprobs[0].token for entry in part.logprobs)
+
+
+def test_the_background(client: openai.OpenAI, server: str) -> None:
+    quick = ask(client, background=True, max_output_tokens=8)
+    assert quick.status == "queued"
+    deadline = time.monotonic() + 60
+    while (found := client.responses.retrieve(quick.id)).status in ("queued", "in_progress"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert found.status == "incomplete" and found.output_text == ask(client, max_output_tokens=8).output_text
+    endless = ask(client, background=True, extra_body={"ignore_eos": True})
+    assert client.responses.retrieve(endless.id).status == "in_progress"
+    assert client.responses.cancel(endless.id).status == "cancelled"
+    alive(server)
+
+
+def test_closing_a_stream_frees_the_engine(client: openai.OpenAI, server: str) -> None:
+    stream = ask(client, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    stream.close()
+    alive(server)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"temperature": 3}, "temperature"),
+        ({"input": []}, "input"),
+        ({"input": "x " * 20_000}, "input"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
+    ],
+)
+def test_bad_requests(client: openai.OpenAI, more: dict[str, Any], param: str, stream: bool) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, stream=stream, **more)
+    assert refused.value.param == param and refused.value.type == "invalid_request_error"
