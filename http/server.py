@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from aiohttp import HttpVersion11, web
+from aiohttp.http_exceptions import ContentEncodingError
 
 from slipring.http.api import Api
 from slipring.http.config import ServerConfig
@@ -264,8 +265,13 @@ class _Connection(web.RequestHandler):
             raise ConnectionError("an answer has already begun")
         if status >= 500:
             logger.error("%s failed", request.method, exc_info=exc)
-        error = internal_error() if status >= 500 else ApiError(status, "The request is not valid HTTP.")
-        answer = error.response()
+        if status >= 500:
+            error = internal_error()
+        elif isinstance(exc, ContentEncodingError):
+            error = _wrong_encoding()  # one that the parser knows and has no library for
+        else:
+            error = ApiError(status, "The request is not valid HTTP.")
+        status, answer = error.status, error.response()
         assert isinstance(answer.body, bytes)
         reply = web.Response(status=status, body=answer.body, headers={**answer.headers, "Server": _SERVER})
         reply.force_close()
@@ -282,11 +288,15 @@ def _api_request(request: web.BaseRequest, config: ServerConfig) -> ApiRequest:
     return ApiRequest(request.method, path, request.headers, query=query, reader=reader)
 
 
+def _wrong_encoding() -> ApiError:
+    return ApiError(415, "The Content-Encoding must be gzip, deflate or none.", code="unsupported_media_type")
+
+
 async def _read_body(request: web.BaseRequest, config: ServerConfig) -> bytes:
     """The decoded body. Raises ApiError."""
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in _DECODED:
-        raise ApiError(415, "The Content-Encoding must be gzip, deflate or none.", code="unsupported_media_type")
+        raise _wrong_encoding()
     too_large = ApiError(413, f"The body is larger than {config.max_body_bytes} bytes.", code="body_too_large")
     if (request.content_length or 0) > config.max_body_bytes:
         raise too_large

@@ -25,6 +25,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+_BOOKS = (
+    "slipring:num_requests_running", "slipring:num_requests_waiting", "slipring:num_blocks", "slipring:num_free_blocks",
+)  # fmt: skip
 _RUNNING: dict[str, Server] = {}
 """By URL, for `alive`."""
 
@@ -99,9 +102,13 @@ class Server:
 
     def held(self) -> dict[str, float]:
         """What live requests hold, by gauge; empty when everything is free."""
-        names = {"running": "vllm:num_requests_running", "waiting": "vllm:num_requests_waiting"}
-        held = {name: self.gauge(gauge) for name, gauge in names.items()}
-        held["blocks"] = self.gauge("slipring:num_blocks") - self.gauge("slipring:num_free_blocks")
+        gauges: dict[str, float] = {}
+        for line in self.get("/metrics").splitlines():
+            name, _, rest = line.partition("{")
+            if name in _BOOKS:
+                gauges[name] = gauges.get(name, 0.0) + float(rest.rsplit(" ", 1)[1])
+        running, waiting, total, free = (gauges[name] for name in _BOOKS)
+        held = {"running": running, "waiting": waiting, "blocks": total - free}
         return {name: count for name, count in held.items() if count}
 
     @property
@@ -118,7 +125,7 @@ def alive(url: str) -> None:
     server = server_at(url)
     pids = [server.process.pid, *server.worker_pids]
     assert server.process.poll() is None and server.health() == 200
-    canary = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0, "seed": 1}
+    canary = {"prompt": "The capital of France is", "max_tokens": 4, "temperature": 0, "seed": 1}
     text = server.post("/v1/completions", canary)["choices"][0]["text"]
     server.baseline = server.baseline or (pids, text)
     assert (pids, text) == server.baseline

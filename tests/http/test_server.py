@@ -246,6 +246,8 @@ def test_a_body_over_the_limit_is_413_in_json() -> None:
         ("gzip", gzip.compress(CHAT_BODY)[:-12], 400),
         ("gzip", b"not gzip", 400),
         ("foo", CHAT_BODY, 415),
+        ("br", CHAT_BODY, 415),
+        ("zstd", CHAT_BODY, 415),
     ],
 )
 def test_content_encodings(encoding: str, data: bytes, status: int) -> None:
