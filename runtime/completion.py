@@ -17,7 +17,7 @@ from slipring.runtime.metrics import Metrics, Timing
 from slipring.runtime.prompt_logprobs import PromptLogprobs
 from slipring.runtime.request import Delta, GenerationRequest, Sink, TokenLogprob
 from slipring.scheduler.request import FinishReason, Request
-from slipring.shm.wire import score_words
+from slipring.shm.wire import NO_MATCH, NON_FINITE, score_words
 
 if TYPE_CHECKING:
     from slipring.runtime.replica import Replica
@@ -28,6 +28,7 @@ NOTHING_DRAWN = (
     "the model's output was not finite for this request, or its restrictions (allowed_token_ids, bad_words, "
     "logit_bias, min_tokens) left no token to draw"
 )
+FAILURES = {NON_FINITE: NOTHING_DRAWN, NO_MATCH: "the grammar became too complex to be followed any further"}
 
 
 class Completion:

@@ -27,7 +27,7 @@ _CHARACTER_BITS = 21  # Unicode ends at 0x10FFFF
 class Detokenizer:
     """One completion's stream of text."""
 
-    __slots__ = ("_include_stop", "_matcher", "_num_exempt", "_pending", "_table", "stopped")
+    __slots__ = ("_include_stop", "_matcher", "_num_exempt", "_pending", "_table", "stopped", "tokenizer")
 
     def __init__(
         self,
@@ -40,6 +40,7 @@ class Detokenizer:
         """Text of the first `min_tokens` tokens is never searched. Raises ValueError if a stop string is empty."""
         self.stopped: str | None = None
         """The stop string that ended the text; what comes after it is dropped."""
+        self.tokenizer = tokenizer
         self._table = tokenizer.byte_table(skip_special_tokens)
         self._pending = b""
         self._matcher = _StopMatcher(stop) if stop else None

@@ -395,8 +395,6 @@ class Engine:
         if generation.params.embedding_size not in (0, min(self.spec.hidden_size, wire.REPORT_WORDS)):
             most = f"at most {wire.REPORT_WORDS} can be reported"
             raise InvalidRequestError(f"the model's state has {self.spec.hidden_size} numbers, and {most}", "model")
-        if generation.grammar is not None:
-            raise InvalidRequestError("the worker cannot follow a grammar yet", "grammar")
         prompt = np.asarray(generation.prompt_token_ids, np.int64)
         if prompt.ndim != 1 or prompt.size == 0:
             raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
@@ -437,6 +435,8 @@ class Engine:
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
                 leader=completions[0].request if completions else None,
+                # Where a grammar leaves nothing else, a request ends even if it would ignore ends of sequence.
+                stop_token_ids=self._eos if generation.grammar is not None else (),
             )
             detokenizer = Detokenizer(
                 self.tokenizer,

@@ -13,7 +13,8 @@ from collections.abc import Callable
 
 from slipring.runtime.config import ResolvedConfig
 from slipring.runtime.worker_process import WorkerProcess
-from slipring.shm import wire
+from slipring.shm import control, wire
+from slipring.shm.control import ControlEnd
 from slipring.shm.doorbell import Doorbell
 from slipring.shm.ring import RingReader, RingWriter, create_ring
 from slipring.shm.segment import Segment
@@ -41,12 +42,20 @@ class Epoch:
             slots, output_bytes = config.pipeline_depth + 2, max(shape.output_bytes, _CONTROL_BYTES)
             self.steps = RingWriter(self._keep(create_ring("step ring", slots, shape.input_bytes, num_readers=1)))
             self.outputs = RingReader(self._keep(create_ring("output ring", slots, output_bytes, num_readers=1)))
+            self._control_ring, self._reply_ring = (
+                self._keep(create_ring(label, control.NUM_SLOTS, control.SLOT_BYTES, num_readers=1))
+                for label in ("control ring", "reply ring")
+            )
         except OSError:
             self._free_segments()
             raise
         self.step_views = [StepInputView(self.steps.payload(i), shape) for i in range(self.steps.num_slots)]
         self.output_views = [StepOutputView(self.outputs.payload(i), shape) for i in range(self.outputs.num_slots)]
         self.step_bell, self.output_bell = Doorbell(), Doorbell()
+        self._control_bell, self.reply_bell = Doorbell(), Doorbell()
+        self._bells = (self.step_bell, self.output_bell, self._control_bell, self.reply_bell)
+        self.control = ControlEnd(RingWriter(self._control_ring), RingReader(self._reply_ring), self._control_bell)
+        """What is said about grammars; `reply_bell` rings when the worker has said something."""
         self.ready: wire.Ready | None = None
         """The worker's word that it can serve, once it has come."""
         self.worker = WorkerProcess(self._on_worker_exit)
@@ -61,8 +70,9 @@ class Epoch:
             self.steps.segment.fd,
             self.outputs.segment.fd,
             self.table.segment.fd,
-            self.step_bell.fd,
-            self.output_bell.fd,
+            self._control_ring.fd,
+            self._reply_ring.fd,
+            *(bell.fd for bell in self._bells),
         )
         self.worker.spawn(
             self._config.user.worker_module, self._worker_config, inherit, self._config.worker_environment()
@@ -97,7 +107,7 @@ class Epoch:
         self._closed = True
         self.worker.close()
         self._exited.set()
-        for bell in (self.step_bell, self.output_bell):
+        for bell in self._bells:
             bell.close()
         self._free_segments()
 
@@ -138,8 +148,14 @@ class Epoch:
             output_ring_bytes=self.outputs.segment.nbytes,
             table_fd=self.table.segment.fd,
             table_bytes=self.table.segment.nbytes,
+            control_ring_fd=self._control_ring.fd,
+            control_ring_bytes=self._control_ring.nbytes,
+            reply_ring_fd=self._reply_ring.fd,
+            reply_ring_bytes=self._reply_ring.nbytes,
             step_doorbell_fd=self.step_bell.fd,
             output_doorbell_fd=self.output_bell.fd,
+            control_doorbell_fd=self._control_bell.fd,
+            reply_doorbell_fd=self.reply_bell.fd,
             lifeline_fd=lifeline_fd,
             reader_index=0,
             spin_us=SPIN_US,

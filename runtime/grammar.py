@@ -11,6 +11,7 @@ JSON is written with bounded white space, whatever the model would like, so that
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -52,6 +53,7 @@ class GrammarCompiler:
         self._known: OrderedDict[GrammarSpec, Grammar] = OrderedDict()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="slipring-grammar")
         self._tokenizer: LLTokenizer | None = None
+        self._lock = threading.Lock()
 
     async def compile(self, spec: GrammarSpec, param: str, tokenizer: Tokenizer) -> Grammar:
         """Raises InvalidRequestError, on `param`, that says what is wrong and where."""
@@ -88,14 +90,16 @@ class GrammarCompiler:
     def _vocabulary(self, tokenizer: Tokenizer) -> LLTokenizer:
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        if self._tokenizer is None:
-            vocabulary: Any = _Vocabulary(self._spec, tokenizer)
-            self._tokenizer = LLTokenizer(
-                TokenizerWrapper(vocabulary),
-                n_vocab=self._spec.vocab_size,
-                eos_token=list(self._spec.eos_token_ids),
-            )
-        return self._tokenizer
+        with self._lock:
+            if self._tokenizer is None:
+                vocabulary: Any = _Vocabulary(self._spec, tokenizer)
+                self._tokenizer = LLTokenizer(
+                    TokenizerWrapper(vocabulary),
+                    n_vocab=self._spec.vocab_size,
+                    eos_token=list(self._spec.eos_token_ids),
+                )
+                _ = tokenizer.document  # the worker will want it, and it takes a while to write
+            return self._tokenizer
 
 
 class _Vocabulary:
@@ -104,11 +108,12 @@ class _Vocabulary:
     def __init__(self, spec: ModelSpec, tokenizer: Tokenizer) -> None:
         self.eos_token_id = spec.eos_token_ids[0]
         self.bos_token_id = spec.bos_token_id
-        self.tokens = [tokenizer.token_bytes(token) for token in range(spec.vocab_size)]
+        self.tokens = tokenizer.all_token_bytes(spec.vocab_size)
         self.special_token_ids = list(tokenizer.special_ids)
+        self._encode = tokenizer.encode
 
-    def __call__(self, text: bytes) -> list[int]:
-        return []
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._encode(text if isinstance(text, str) else text.decode("utf-8", "replace"), False)
 
 
 _WHITESPACE = r" |\n[ ]{0,20}"

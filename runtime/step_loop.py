@@ -16,6 +16,7 @@ from then on nothing is published, and `salvage` takes what the worker had publi
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from typing import Protocol
 
 import msgspec
 
-from slipring.runtime.completion import NOTHING_DRAWN, Completion
+from slipring.runtime.completion import FAILURES, Completion
 from slipring.runtime.config import ResolvedConfig
 from slipring.runtime.deadlines import StepDeadline
 from slipring.runtime.epoch import SPIN_US, Epoch
@@ -32,10 +33,12 @@ from slipring.runtime.garbage import IdleCollector, NullCollector
 from slipring.runtime.pacing import Pacer
 from slipring.runtime.request import TokenLogprob
 from slipring.runtime.supervisor import Event
-from slipring.scheduler.request import FinishReason, Request
+from slipring.runtime.worker_grammars import WorkerGrammars
+from slipring.scheduler.request import FinishReason, Request, RequestStatus
 from slipring.scheduler.scheduler import Scheduler
 from slipring.scheduler.step import ProtocolError, Returned, Step
 from slipring.shm import wire
+from slipring.shm.control import GrammarBuilt
 from slipring.shm.doorbell import LoopWaiter
 from slipring.shm.wire import SlotKind, StepOutputView
 
@@ -89,6 +92,8 @@ class StepLoop:
         self.scheduler: Scheduler | None = None
         """None until the worker is ready."""
         self._waiter = LoopWaiter(self._loop, epoch.output_bell, epoch.outputs_are_there, self._on_outputs, SPIN_US)
+        self._grammars = WorkerGrammars(epoch.control)
+        self._loop.add_reader(epoch.reply_bell.fd, self._guarded, self._on_replies)
         self._deadline = StepDeadline(config.user.hang_limit_s, epoch, self._on_overdue)
 
     # --- life ---------------------------------------------------------------------------------------------------
@@ -110,6 +115,7 @@ class StepLoop:
         self._cancel_timer()
         self._deadline.cancel()
         self._waiter.close()
+        self._loop.remove_reader(self.epoch.reply_bell.fd)
 
     def salvage(self) -> None:
         """The worker is gone: take the steps that it had published, and deliver them."""
@@ -132,14 +138,35 @@ class StepLoop:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Put a request in line. An idle loop wakes at once; requests of one loop turn share a step."""
+        """Put a request in line, once the worker has its grammar. An idle loop wakes at once; requests of one loop turn
+        share a step."""
+        completion: Completion | None = request.owner
+        if completion is None or completion.generation.grammar is None:
+            self._join_line(request)
+        else:
+            self._grammars.load_tokenizer(completion.detokenizer.tokenizer)
+            self._grammars.require(request, completion.generation.grammar, functools.partial(self._on_grammar, request))
+
+    def abort(self, request: Request) -> None:
+        self._grammars.release(request)
+        if self.scheduler is not None:
+            self.scheduler.abort(request)
+
+    def _join_line(self, request: Request) -> None:
         assert self.scheduler is not None
         self.scheduler.add(request)
         self.kick()
 
-    def abort(self, request: Request) -> None:
-        if self.scheduler is not None:
-            self.scheduler.abort(request)
+    def _on_grammar(self, request: Request, error: str | None) -> None:
+        """The worker has the request's grammar, or cannot have it, which ends that request alone."""
+        if request.status is RequestStatus.FINISHED:
+            return
+        if error is None:
+            self._join_line(request)
+        elif request.owner is not None:
+            words = f"the grammar could not be built: {error}"
+            request.owner.finish(FinishReason.ERROR, time.monotonic(), error=words)
+            self._listener.on_delivered(0, [request])
 
     def kick(self) -> None:
         """Something may be scheduled now."""
@@ -184,6 +211,14 @@ class StepLoop:
             self._deliver(scheduler, returned, view)
             scheduler.settle()
             self._rest(scheduler)
+
+    def _on_replies(self) -> None:
+        """The worker answered on the control channel, or made room in it."""
+        self.epoch.reply_bell.clear()
+        for message in self.epoch.control.receive():
+            if not isinstance(message, GrammarBuilt):
+                raise ProtocolError(f"a worker does not send {type(message).__name__}")
+            self._grammars.on_built(message)
 
     def _returned(self) -> None:
         now = time.monotonic()
@@ -256,12 +291,14 @@ class StepLoop:
                 continue  # a sink of this very step has aborted it, or a stop string in it has ended it
             reason, stop_token = ends.get(index, (None, None)) if ends else (None, None)
             if reason is FinishReason.ERROR:
-                completion.finish(reason, now, error=NOTHING_DRAWN)
+                completion.finish(reason, now, error=FAILURES[view.failure(place)])
                 continue
             logprobs = (self._logprob(view, place, token, request),) if completion.wants_logprobs else None
             if completion.push(token, logprobs, reason, stop_token, now):
                 scheduler.abort(request)
                 ended.append(request)
+        for request in ended:
+            self._grammars.release(request)
         self._listener.on_delivered(len(returned.tokens), ended)
         self._size_chunks(scheduler)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,6 +138,16 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Exact bytes of one token, special ones included; joined over a text's ids they are the text's UTF-8."""
         return self._shown[token_id]
+
+    def all_token_bytes(self, vocab_size: int) -> list[bytes]:
+        """As `token_bytes`, of every id below `vocab_size`. Keeps nothing: it is a table of megabytes."""
+        texts = map(self._rust.id_to_token, range(vocab_size))
+        return [b"" if text is None else self._decoding.token_bytes(text) for text in texts]
+
+    @cached_property
+    def document(self) -> bytes:
+        """Everything there is to know of it, as a Hugging Face tokenizer.json."""
+        return self._rust.to_str().encode()
 
     def token_text(self, token_id: int) -> str:
         """The token alone as text; bytes that are no character by themselves show as U+FFFD."""

@@ -10,6 +10,7 @@ brought up to date when the row ends.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -92,8 +93,11 @@ class Request:
         leader: Request | None = None,
         owner: Any = None,
         tier_limits: TierLimits = _NO_LIMITS,
+        stop_token_ids: Iterable[int] = (),
     ) -> None:
-        """`leader`: the first completion of the same prompt, whose blocks this one waits for and shares.
+        """`stop_token_ids`: more of them, that `params` does not name.
+
+        `leader`: the first completion of the same prompt, whose blocks this one waits for and shares.
 
         `owner` is the caller's own; the scheduler hands it back and never looks at it.
         """
@@ -103,7 +107,7 @@ class Request:
         self.params = params
         self.limit = self.num_prompt + params.max_tokens
         """Total length at which it ends."""
-        self.stop_token_ids = frozenset(params.stop_token_ids)
+        self.stop_token_ids = frozenset(params.stop_token_ids).union(stop_token_ids)
         self.priority = priority
         self.arrival = arrival
         self.key: tuple[float, int] = (0.0, 0)

@@ -40,6 +40,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Index of this completion among the request's n; part of the noise key."""
     min_tokens: int = 0
     """Before so many tokens are out, stop token ids cannot be drawn."""
+    grammar: int = 0
+    """Id, given out by the engine, of the grammar that the output must match; 0: none."""
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end the request when drawn: the request's own, and the model's end-of-sequence ids unless ignored."""
     logit_bias: tuple[tuple[int, float], ...] = ()

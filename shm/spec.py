@@ -131,10 +131,18 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     output_ring_bytes: int
     table_fd: int
     table_bytes: int
+    control_ring_fd: int
+    control_ring_bytes: int
+    reply_ring_fd: int
+    reply_ring_bytes: int
     step_doorbell_fd: int
     """This reader's eventfd for the step ring."""
     output_doorbell_fd: int
     """The engine's eventfd for the output ring."""
+    control_doorbell_fd: int
+    """This worker's eventfd for the control channel."""
+    reply_doorbell_fd: int
+    """The engine's eventfd for the control channel."""
     lifeline_fd: int
     """Read end of a pipe that the engine holds open: end of file means that the engine is gone."""
     reader_index: int

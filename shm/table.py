@@ -69,6 +69,7 @@ class TableShape:
             ("seed", np.uint64, rows),
             ("choice", np.int32, rows),
             ("min_tokens", np.int32, rows),
+            ("grammar", np.int32, rows),
             ("logprobs", np.int32, rows),
             ("num_stop_ids", np.int32, rows),
             ("stop_ids", np.int32, (self.num_rows, MAX_STOP_TOKEN_IDS)),
@@ -107,6 +108,7 @@ class BatchTable:
     seed: NDArray[np.uint64]
     choice: NDArray[np.int32]
     min_tokens: NDArray[np.int32]
+    grammar: NDArray[np.int32]
     logprobs: NDArray[np.int32]
     num_stop_ids: NDArray[np.int32]
     stop_ids: NDArray[np.int32]
@@ -150,6 +152,7 @@ class BatchTable:
         self.seed[row] = params.seed
         self.choice[row] = params.choice
         self.min_tokens[row] = params.min_tokens
+        self.grammar[row] = params.grammar
         self.logprobs[row] = params.logprobs
         self.num_stop_ids[row] = _fill(self.stop_ids[row], params.stop_token_ids)
         self.num_bias[row] = _fill(self.bias_ids[row], [token for token, _ in params.logit_bias])

@@ -20,8 +20,8 @@ StepOutput (sampling rank → engine), entries in the order of the StepInput's r
     rows         [R]
     generation   [R]
     num_accepted [R]       tokens drawn for the entry, accepted drafts included: 0 for a chunk that does not reach the
-                           prompt's end and for a row that has reached its limit, -1 when the row's logits were not
-                           finite and nothing could be drawn
+                           prompt's end and for a row that has reached its limit, NON_FINITE or NO_MATCH when
+                           nothing could be drawn
     num_draft    [R]       drafts that were verified for the entry; written only when max_draft > 0
     tokens       [R, 1 + max_draft]
     logprob      [P]       float32, of the drawn token
@@ -56,6 +56,11 @@ Int32Array = NDArray[np.int32]
 HEADER_WORDS = 16
 REPORT_WORDS = 16384
 """What all entries of one step may report; the scheduler cuts chunks by it."""
+
+NON_FINITE = -1
+"""`num_accepted` of an entry whose scores held NaN or no finite maximum: the request cannot go on."""
+NO_MATCH = -2
+"""`num_accepted` of an entry whose grammar could not be followed any further: likewise."""
 
 
 class SlotKind(IntEnum):
@@ -241,6 +246,10 @@ class StepOutputView:
         self.top_logprobs: NDArray[np.float32] = cursor.take((*places, MAX_LOGPROBS), np.float32)
         self.num_reported: Int32Array = cursor.take(rows)
         self.report: Int32Array = cursor.take((REPORT_WORDS,))
+
+    def failure(self, place: int) -> int:
+        """NON_FINITE or NO_MATCH, of an entry that failed at this place."""
+        return int(self.num_accepted[place // self.tokens.shape[1]])
 
     def answer(self, step: StepInputView) -> int:
         """Begin the answer to a step: echo its rows and generations, with nothing drawn yet. Returns their number."""

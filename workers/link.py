@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from slipring.shm import wire
+from slipring.shm.control import ControlEnd
 from slipring.shm.doorbell import Doorbell, Waiter
 from slipring.shm.layout import Phase
 from slipring.shm.ring import RingReader, RingWriter
@@ -72,6 +73,7 @@ class Link:
         self._step_doorbell = Doorbell(config.step_doorbell_fd)
         self._waiter = Waiter(self._step_doorbell, config.spin_us, config.lifeline_fd)
         self._lifeline_fd = config.lifeline_fd
+        self._config = config
         self._last_progress = 0.0
         self._cursor = threading.Lock()
         """Held while `_in_flight` and the ring's cursor disagree."""
@@ -83,6 +85,14 @@ class Link:
     def read_by_device(self) -> list[memoryview]:
         """The shared memory that a device copies from: step ring and batch table."""
         return [self._step_segment.buf, self.table.segment.buf]
+
+    def open_control(self) -> tuple[ControlEnd, Waiter]:
+        """This worker's end of the control channel, and the wait for what comes; for one thread of their own."""
+        config = self._config
+        incoming = RingReader(Segment.attach(config.control_ring_fd, config.control_ring_bytes))
+        outgoing = RingWriter(Segment.attach(config.reply_ring_fd, config.reply_ring_bytes))
+        waiter = Waiter(Doorbell(config.control_doorbell_fd), max_spin_us=0, also_watch=config.lifeline_fd)
+        return ControlEnd(outgoing, incoming, Doorbell(config.reply_doorbell_fd)), waiter
 
     def beat(self, phase: Phase) -> None:
         self._steps.beat(phase)

@@ -111,7 +111,8 @@ class RowEdits:
         if count := int(table.num_allowed[row]):
             allowed = self._upload(table.allowed_ids[row, :count].astype(np.int64))
         min_tokens = int(table.min_tokens[row])
-        if min_tokens > 0 and (count := int(table.num_stop_ids[row])):
+        # A grammar's mask sees to min_tokens itself, since it knows where nothing but an end can follow.
+        if min_tokens > 0 and not table.grammar[row] and (count := int(table.num_stop_ids[row])):
             stop_ids = self._upload(table.stop_ids[row, :count].astype(np.int64))
         words = _split(table.bad_words[row, : table.num_bad_words[row]])
         singles = [word[0] for word in words if len(word) == 1]

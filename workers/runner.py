@@ -2,7 +2,7 @@
 
 Order within a step: block appends and new rows first (everything after reads row state), then drafts, index tensors,
 blocks cleaned, forward pass, sampling, verification, row state moved on, output written, reports. An entry whose
-logits were not finite says num_accepted = NON_FINITE and draws nothing; its neighbours are not touched.
+logits were not finite says num_accepted = NON_FINITE (or NO_MATCH) and draws nothing; its neighbours are not touched.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 
 from slipring.shm.spec import WorkerConfig
 from slipring.shm.table import BatchTable
-from slipring.shm.wire import StepFlag, StepInputView, StepOutputView, StepShape
+from slipring.shm.wire import NO_MATCH, NON_FINITE, StepFlag, StepInputView, StepOutputView, StepShape
 from slipring.workers.batch_builder import BatchBuilder
+from slipring.workers.constraints import Constraints
 from slipring.workers.entries import Entries, entries_of, known_start, room_for_drafts
 from slipring.workers.kv_cache import DTYPES, KvCache
 from slipring.workers.link import StartRefused
@@ -27,8 +28,6 @@ from slipring.workers.sampler import Draws, Places, Sampler
 from slipring.workers.speculation.proposer import Drafts, NullProposer, Proposer
 from slipring.workers.speculation.verify import Runs, places, verify
 
-NON_FINITE = -1
-"""`num_accepted` of an entry whose logits held NaN or infinity: the request cannot go on."""
 _WARM_UP_TOKENS = 32
 _COST_RUNS = 3
 
@@ -37,7 +36,13 @@ class Runner:
     """Runs steps in order. Not thread-safe."""
 
     def __init__(
-        self, config: WorkerConfig, model: Llama, kv: KvCache, table: BatchTable, proposer: Proposer | None = None
+        self,
+        config: WorkerConfig,
+        model: Llama,
+        kv: KvCache,
+        table: BatchTable,
+        constraints: Constraints,
+        proposer: Proposer | None = None,
     ) -> None:
         spec = config.model
         dtype = DTYPES[config.dtype]
@@ -46,7 +51,8 @@ class Runner:
         self._config = config
         self._model = model
         self._rows = Rows(table)
-        self._sampler = Sampler(table, spec.vocab_size)
+        self._constraints = constraints
+        self._sampler = Sampler(table, spec.vocab_size, constraints)
         self.proposer = proposer or NullProposer()
         group_heads = spec.num_heads // spec.num_kv_heads
         self._builder = BatchBuilder(
@@ -145,6 +151,7 @@ class Runner:
         start = known_start(step, self._rows)
         rows = step.rows[:num_decode].astype(np.int64)
         drafts = self.proposer.propose(rows, room_for_drafts(step, self._rows, start))
+        self._constraints.expect(rows, drafts)
         return entries_of(step, self._rows, start, drafts)
 
     def _places(self, entries: Entries) -> Places:
@@ -166,7 +173,8 @@ class Runner:
 
     def _write(self, output: StepOutputView, entries: Entries, runs: Runs, draws: Draws) -> None:
         num_rows, num_decode, width = len(entries.rows), entries.num_decode, runs.tokens.shape[1]
-        output.num_accepted[:num_rows] = np.where(runs.failed, NON_FINITE, runs.count)
+        failure = np.where(np.isin(entries.rows, draws.unmatched), NO_MATCH, NON_FINITE)
+        output.num_accepted[:num_rows] = np.where(runs.failed, failure, runs.count)
         output.tokens[:num_rows, :width] = runs.tokens
         output.num_draft[:num_rows] = 0
         output.num_draft[:num_decode] = entries.drafts.num

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from slipring.kernels.logprobs import top_logprobs
 from slipring.kernels.sampling import GREEDY_BELOW, DrawParams, apply_penalties, draw
+from slipring.kernels.token_mask import apply_token_mask
 from slipring.shm.params import MAX_LOGPROBS
 from slipring.shm.table import BatchTable
+from slipring.workers.constraints import Constraints
 from slipring.workers.penalties import PenaltyCounts
 from slipring.workers.row_edits import RowEdits
 
@@ -80,14 +82,17 @@ class Draws:
     """[S]"""
     ok: NDArray[np.bool_]
     """[S]; False where the logits held NaN or infinity and the token means nothing."""
+    unmatched: IntArray
+    """Rows among these whose grammar can be followed no further."""
     logprobs: Logprobs | None
 
 
 class Sampler:
     """Holds every row's sampling columns, [num_rows] each."""
 
-    def __init__(self, table: BatchTable, vocab_size: int) -> None:
+    def __init__(self, table: BatchTable, vocab_size: int, constraints: Constraints) -> None:
         self._table = table
+        self._constraints = constraints
         self._columns = {name: getattr(table, name).copy() for name in _COLUMNS}
         self._penalties = PenaltyCounts(table.shape.num_rows, vocab_size)
         self._edits = RowEdits(table, torch.from_numpy)
@@ -99,6 +104,7 @@ class Sampler:
             columns[name][row] = getattr(table, name)[row]
         self._edits.admit(row)
         self._admit_penalties(row)
+        self._constraints.admit(row)
 
     def sample(self, logits: Tensor, places: Places) -> Draws:
         """logits [S, V]. May overwrite them. What is drawn counts only once `accept` is told."""
@@ -110,19 +116,26 @@ class Sampler:
             scores[~ok] = 0.0
         asked = np.flatnonzero(self._columns["logprobs"][rows] >= 0)
         raw = scores[torch.from_numpy(asked)] if len(asked) else None
-        if self._adjust(scores, places):
+        changed = self._adjust(scores, places)
+        masks = self._constraints.masks(rows, places.num_drafts)
+        if len(masks.at):
+            apply_token_mask(scores, torch.from_numpy(masks.at), torch.from_numpy(masks.allowed))
+        if changed or len(masks.at):
             best, tokens = scores.max(dim=1)
             ok &= torch.isfinite(best)
+            ok[masks.failed] = False
             if not ok.all():
                 scores[~ok] = 0.0
         self._draw(scores, tokens, rows, places.position)
         drawn = tokens.numpy()
-        return Draws(drawn, ok.numpy(), None if raw is None else self._logprobs(raw, asked, drawn, rows))
+        logprobs = None if raw is None else self._logprobs(raw, asked, drawn, rows)
+        return Draws(drawn, ok.numpy(), rows[masks.failed], logprobs)
 
     def accept(self, rows: IntArray, tokens: IntArray) -> None:
         """These tokens [N] are the next ones of the rows beside them; a row's stand in order."""
         self._penalties.count(rows, tokens)
         self._edits.count(rows, torch.from_numpy(tokens))
+        self._constraints.accept(rows, lambda: (tokens, np.ones(len(tokens), bool)))
 
     def _admit_penalties(self, row: int) -> None:
         table, columns = self._table, self._columns

@@ -130,7 +130,7 @@ def main(family: str, folder: str) -> None:
         device = FakeCuda()
         to_cuda(rig.model, mode)
         kv = KvCache(spec, 64, rig.config.block_size, DTYPES["bfloat16"], device.torch)
-        rig.runner = Submitting(device, rig.config, rig.model, kv, rig.table)  # pyright: ignore
+        rig.runner = Submitting(device, rig.config, rig.model, kv, rig.table, rig.grammars)  # pyright: ignore
         measure(rig.config, rig.runner, device, (1 << 40, 0, 0))  # pyright: ignore[reportArgumentType]
         warm_up(rig.config, rig.runner, device)  # pyright: ignore[reportArgumentType]
         global serving

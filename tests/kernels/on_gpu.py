@@ -47,4 +47,4 @@ class GpuRig(Rig):
     def __init__(self, spec: ModelSpec, **changes: object) -> None:
         with OnGpu():
             super().__init__(spec, **changes)
-            self.runner = GpuRunner(HostDevice(), self.config, self.model, self.kv, self.table)  # pyright: ignore
+            self.runner = GpuRunner(HostDevice(), self.config, self.model, self.kv, self.table, self.grammars)  # pyright: ignore

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 KERNELS = {
     "_append_blocks_kernel", "_assign_kernel", "_commit_tokens_kernel", "_decode_inputs_kernel", "_logprobs_kernel",
     "_partial_kernel", "_prefill_kernel", "_rmsnorm_kernel", "_rope_store_kv_kernel", "_silu_mul_kernel",
-    "draw_kernel", "penalties_kernel",
+    "draw_kernel", "penalties_kernel", "token_mask_kernel",
 }  # fmt: skip
 
 

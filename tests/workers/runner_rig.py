@@ -10,6 +10,8 @@ from slipring.shm.params import SamplingParams
 from slipring.shm.spec import ModelSpec, WorkerConfig
 from slipring.shm.table import BatchTable, TableShape
 from slipring.shm.wire import StepFlag, StepInputView, StepOutputView, StepShape
+from slipring.workers.constraints import Constraints
+from slipring.workers.grammar import GrammarStore
 from slipring.workers.kv_cache import DTYPES, KvCache
 from slipring.workers.loader import Weights
 from slipring.workers.models.registry import build_model
@@ -38,8 +40,9 @@ def worker_config(spec: ModelSpec, **changes: object) -> WorkerConfig:
         "reader_index": 0,
         "spin_us": 0,
     }
-    fds = ("step_ring", "output_ring", "table")
-    values |= {f"{name}_fd": -1 for name in (*fds, "step_doorbell", "output_doorbell", "lifeline")}
+    fds = ("step_ring", "output_ring", "table", "control_ring", "reply_ring")
+    bells = [f"{name}_doorbell" for name in ("step", "output", "control", "reply")]
+    values |= {f"{name}_fd": -1 for name in (*fds, *bells, "lifeline")}
     values |= {f"{name}_bytes": 0 for name in fds}
     return WorkerConfig(**(values | changes))  # pyright: ignore[reportArgumentType]
 
@@ -69,7 +72,9 @@ class Rig:
         assert config.num_blocks is not None
         self.kv = KvCache(spec, config.num_blocks, config.block_size, dtype)
         self.model = build_model(spec, Weights(spec, dtype), config.max_model_len)
-        self.runner = Runner(config, self.model, self.kv, self.table, proposer)
+        self.grammars = GrammarStore(spec)
+        constraints = Constraints(self.table, spec, self.grammars, config.max_draft)
+        self.runner = Runner(config, self.model, self.kv, self.table, constraints, proposer)
         step_shape = StepShape.of(config.max_num_seqs, config.max_draft, config.block_size)
         self.step = StepInputView(memoryview(bytearray(step_shape.input_bytes)), step_shape)
         self.output = StepOutputView(memoryview(bytearray(step_shape.output_bytes)), step_shape)

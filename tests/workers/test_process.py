@@ -12,15 +12,19 @@ from pathlib import Path
 
 import pytest
 
+from slipring.shm import control, wire
 from slipring.shm import spec as worker_spec
-from slipring.shm import wire
+from slipring.shm.control import BuildGrammar, ControlEnd, GrammarBuilt, LoadTokenizer
 from slipring.shm.doorbell import Doorbell
+from slipring.shm.grammar import Grammar
 from slipring.shm.layout import Phase
 from slipring.shm.ring import RingReader, RingWriter, create_ring
 from slipring.shm.segment import memfd
 from slipring.shm.spec import ModelSpec
 from slipring.shm.table import BatchTable, TableShape
 from slipring.shm.wire import Progress, Ready, SlotKind, StepFlag, StepInputView, StepOutputView, StepShape, WorkerError
+from tests.byte_tokenizer import byte_tokenizer
+from tests.workers.constrained_rig import json_grammar
 from tests.workers.runner_rig import GREEDY, Rig, worker_config
 from tests.workers.tiny_models import save_tiny
 
@@ -39,6 +43,9 @@ class Engine:
         self.outputs = RingReader(output_segment)
         self.table = BatchTable.create(table_shape)
         self.step_bell, self.output_bell = Doorbell(), Doorbell()
+        control_ring, reply_ring = (create_ring(name, control.NUM_SLOTS, control.SLOT_BYTES, 1) for name in "cr")
+        control_bell, self.reply_bell = Doorbell(), Doorbell()
+        self.control = ControlEnd(RingWriter(control_ring), RingReader(reply_ring), control_bell)
         lifeline_read, self.lifeline = os.pipe()
         config = worker_config(
             spec,
@@ -47,6 +54,12 @@ class Engine:
             step_ring_bytes=self.steps.segment.nbytes,
             output_ring_fd=output_segment.fd,
             output_ring_bytes=output_segment.nbytes,
+            control_ring_fd=control_ring.fd,
+            control_ring_bytes=control_ring.nbytes,
+            reply_ring_fd=reply_ring.fd,
+            reply_ring_bytes=reply_ring.nbytes,
+            control_doorbell_fd=control_bell.fd,
+            reply_doorbell_fd=self.reply_bell.fd,
             table_fd=self.table.segment.fd,
             table_bytes=self.table.segment.nbytes,
             step_doorbell_fd=self.step_bell.fd,
@@ -60,6 +73,7 @@ class Engine:
         os.pwrite(config_fd, data, 0)
         fds = [config_fd, config.step_ring_fd, config.output_ring_fd, config.table_fd]
         fds += [config.step_doorbell_fd, config.output_doorbell_fd, lifeline_read]
+        fds += [control_ring.fd, reply_ring.fd, control_bell.fd, self.reply_bell.fd]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "slipring.workers.main", str(config_fd)],
             pass_fds=fds,
@@ -158,6 +172,20 @@ def test_steps_run_ahead_of_the_reader_and_shutdown_ends_well(spec: ModelSpec, e
     engine.steps.publish(SlotKind.SHUTDOWN, 0, 0)
     engine.step_bell.ring()
     assert engine.process.wait(10) == 0
+
+
+def test_control_messages_are_answered_without_a_step(spec: ModelSpec, engine: Engine) -> None:
+    engine.wait_ready()
+    engine.control.send(LoadTokenizer(byte_tokenizer().to_str().encode()))
+    engine.control.send(BuildGrammar(5, json_grammar({"type": "integer"})))
+    engine.control.send(BuildGrammar(6, Grammar("no grammar at all", "lark")))
+    answers, deadline = [], time.monotonic() + 20
+    while len(answers) < 2 and time.monotonic() < deadline:
+        answers += engine.control.receive()
+        time.sleep(0.005)
+    good, bad = answers
+    assert good == GrammarBuilt(5)
+    assert isinstance(bad, GrammarBuilt) and bad.grammar_id == 6 and bad.error
 
 
 def test_an_idle_worker_sleeps(engine: Engine) -> None:

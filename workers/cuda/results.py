@@ -7,8 +7,9 @@ their pool when the output is written; a set is never shared, so results of seve
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -17,21 +18,28 @@ from torch import Tensor
 
 from slipring.kernels.logprobs import top_logprobs
 from slipring.shm.params import MAX_LOGPROBS
-from slipring.shm.wire import REPORT_WORDS, StepInputView, StepOutputView
+from slipring.shm.wire import NO_MATCH, NON_FINITE, REPORT_WORDS, StepInputView, StepOutputView
+from slipring.workers.constraints import Masks
 from slipring.workers.cuda.device import Device, Event
 from slipring.workers.cuda.sampler import Asked, Drawn
 from slipring.workers.reports import EntryReport
-from slipring.workers.runner import NON_FINITE
 
 IntArray = NDArray[np.int64]
 
 
-class ResultBuffers:
-    """Room for one step's results in pinned memory."""
+class DrawBuffers:
+    """Room for one step's draws in pinned memory."""
 
     def __init__(self, max_rows: int, device: Device) -> None:
         self.tokens = device.pinned(max_rows, torch.int64)
         self.ok = device.pinned(max_rows, torch.bool)
+
+
+class ResultBuffers(DrawBuffers):
+    """Room for one step's results in pinned memory."""
+
+    def __init__(self, max_rows: int, device: Device) -> None:
+        super().__init__(max_rows, device)
         self.logprob = device.pinned(max_rows, torch.float32)
         self.rank = device.pinned(max_rows, torch.int64)
         self.top_ids = device.pinned(max_rows * MAX_LOGPROBS, torch.int64)
@@ -40,20 +48,23 @@ class ResultBuffers:
         self.report_ok = device.pinned(max_rows, torch.bool)
 
 
-class BufferPool:
+Buffers = TypeVar("Buffers", bound=DrawBuffers)
+
+
+class BufferPool(Generic[Buffers]):
     """Sets of buffers, as many as steps were ever in flight at once. Taken by one thread, given back by another."""
 
-    def __init__(self, max_rows: int, device: Device) -> None:
-        self._max_rows, self._device = max_rows, device
-        self._free: queue.SimpleQueue[ResultBuffers] = queue.SimpleQueue()
+    def __init__(self, make: Callable[[], Buffers]) -> None:
+        self._make = make
+        self._free: queue.SimpleQueue[Buffers] = queue.SimpleQueue()
 
-    def take(self) -> ResultBuffers:
+    def take(self) -> Buffers:
         try:
             return self._free.get_nowait()
         except queue.Empty:
-            return ResultBuffers(self._max_rows, self._device)
+            return self._make()
 
-    def give_back(self, buffers: ResultBuffers) -> None:
+    def give_back(self, buffers: Buffers) -> None:
         self._free.put(buffers)
 
 
@@ -65,6 +76,8 @@ class Flight:
     sampled: IntArray
     """[S]: entries of the step that drew."""
     asked: Asked | None
+    masks: Masks | None
+    """What grammars allowed."""
     buffers: ResultBuffers
     began: Event
     forwarded: Event
@@ -74,7 +87,7 @@ class Flight:
     """(entry, words) of the reports in `buffers`."""
 
 
-def send_draws(drawn: Drawn, buffers: ResultBuffers) -> None:
+def send_draws(drawn: Drawn, buffers: DrawBuffers) -> None:
     """Enqueue the copies of tokens and their validity."""
     buffers.tokens[: len(drawn.tokens)].copy_(drawn.tokens, non_blocking=True)
     buffers.ok[: len(drawn.ok)].copy_(drawn.ok, non_blocking=True)
@@ -111,6 +124,8 @@ def write_output(flight: Flight, output: StepOutputView) -> None:
     step, buffers, sampled = flight.step, flight.buffers, flight.sampled
     output.answer(step)
     output.num_accepted[sampled] = np.where(buffers.ok.numpy()[: len(sampled)], 1, NON_FINITE)
+    if flight.masks is not None:
+        output.num_accepted[sampled[flight.masks.failed]] = NO_MATCH
     output.tokens[sampled, 0] = buffers.tokens.numpy()[: len(sampled)]
     if flight.asked is not None:
         _write_logprobs(sampled[flight.asked.at], flight.asked.count, buffers, output)

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from slipring.kernels.sampling import DrawParams, draw
+from slipring.kernels.token_mask import apply_token_mask
 from slipring.shm.params import MAX_LOGPROBS
 from slipring.shm.table import BatchTable
+from slipring.workers.constraints import Constraints, Masks
 from slipring.workers.cuda.device import Device
 from slipring.workers.cuda.edits import Edits, IntArray
 
@@ -43,13 +45,16 @@ class Drawn:
     """[S] int64"""
     ok: Tensor
     """[S] bool; False where the logits held NaN or infinity, or masks left no token: the token means nothing."""
+    masks: Masks | None = None
+    """What grammars allowed."""
 
 
 class DeviceSampler:
-    def __init__(self, table: BatchTable, vocab_size: int, device: Device) -> None:
+    def __init__(self, table: BatchTable, vocab_size: int, device: Device, constraints: Constraints) -> None:
         num_rows = table.shape.num_rows
         self._table = table
         self._device = device
+        self.constraints = constraints
         # One row more than the table: padding draws like a greedy row.
         self._words = torch.zeros((_NUM_WORDS, num_rows + 1), dtype=torch.int32, device=device.torch)
         self._words[len(_INTEGERS) + _FLOATS.index("top_p")].view(torch.float32).fill_(1.0)
@@ -72,6 +77,11 @@ class DeviceSampler:
         self._logprobs[index] = table.logprobs[index]
         for row in rows:
             self.edits.admit(row)
+            self.constraints.admit(row)
+
+    def is_edited(self, rows: IntArray) -> bool:
+        """Whether a draw for these rows is `draw_edited`'s."""
+        return self.edits.any(rows) or self.constraints.any(rows)
 
     def asked(self, rows: IntArray) -> Asked | None:
         """Which of these rows report log-probabilities; None for none."""
@@ -91,10 +101,14 @@ class DeviceSampler:
         """As `draw`, for any rows; num_outputs [S]: outputs before this one. Counts what was drawn."""
         scores, ok = self._finite(logits)
         self.edits.apply(scores, host_rows, num_outputs)
+        # Waits until the rows' last tokens are here and their masks are filled; the forward pass runs meanwhile.
+        masks = self.constraints.masks(host_rows)
+        if len(masks.at):
+            apply_token_mask(scores, self._device.upload(masks.at), self._device.upload(masks.allowed))
         some_left = scores.amax(1).isfinite()
         scores.masked_fill_(~some_left.unsqueeze(1), 0.0)
         ok &= some_left
-        drawn = Drawn(self._draw(scores, rows, position), ok)
+        drawn = Drawn(self._draw(scores, rows, position), ok, masks)
         self.edits.count(host_rows, drawn.tokens, ok)
         return drawn
 

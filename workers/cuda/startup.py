@@ -15,6 +15,7 @@ import torch
 
 from slipring.kernels.logprobs import gather_logprobs
 from slipring.kernels.sampling import apply_penalties
+from slipring.kernels.token_mask import apply_token_mask
 from slipring.shm.layout import Phase
 from slipring.shm.spec import WorkerConfig
 from slipring.shm.wire import StepFlag, StepInputView, StepOutputView, StepShape
@@ -23,6 +24,7 @@ from slipring.workers.cuda.edits import Edits
 from slipring.workers.cuda.executor import CudaExecutor
 from slipring.workers.cuda.memory import Budget
 from slipring.workers.cuda.runner import CudaRunner
+from slipring.workers.grammar import GrammarStore, num_mask_words
 from slipring.workers.kv_cache import DTYPES, KvCache, MemoryShortageError, block_bytes
 from slipring.workers.link import Link
 from slipring.workers.loader import Weights
@@ -35,7 +37,9 @@ _CHUNKS = (8, 40)
 """Lengths between those at which attention and products change their tiles (16 and 64 tokens)."""
 
 
-def build_executor(config: WorkerConfig, link: Link, device: Device, clock: PhaseClock) -> tuple[CudaExecutor, KvCache]:
+def build_executor(
+    config: WorkerConfig, link: Link, device: Device, clock: PhaseClock, grammars: GrammarStore
+) -> tuple[CudaExecutor, KvCache]:
     """Everything but READY. Raises MemoryShortageError, and what loading raises."""
     device.activate()
     link.beat(Phase.LOADING)
@@ -44,7 +48,7 @@ def build_executor(config: WorkerConfig, link: Link, device: Device, clock: Phas
     weights = total - device.free_bytes()
     clock.lap("load")
     link.beat(Phase.COMPILING)
-    runner = CudaRunner(device, config, model, _pool(config, 1, device), link.table)
+    runner = CudaRunner(device, config, model, _pool(config, 1, device), link.table, grammars)
     with torch.inference_mode():
         state = total - device.free_bytes() - weights
         budget = measure(config, runner, device, (total, weights, state))
@@ -110,6 +114,8 @@ def warm_up(config: WorkerConfig, runner: CudaRunner, device: Device) -> None:
     scores = torch.zeros((1, config.model.vocab_size), device=device.torch)
     counts, one = torch.zeros_like(scores, dtype=torch.int32), torch.ones(1, device=device.torch)
     apply_penalties(scores, counts > 0, counts, repetition=one, presence=one, frequency=one)
+    words = num_mask_words(config.model.vocab_size)
+    apply_token_mask(scores, counts[0, :1].long(), torch.zeros((1, words), dtype=torch.int32, device=device.torch))
     gather_logprobs(scores, torch.zeros(1, dtype=torch.int64, device=device.torch))
     device.synchronize()
 

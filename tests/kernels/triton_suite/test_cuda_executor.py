@@ -21,6 +21,7 @@ from slipring.workers.cuda.device import HostDevice
 from slipring.workers.cuda.edits import Edits
 from slipring.workers.cuda.executor import CudaExecutor
 from slipring.workers.cuda.startup import build_executor
+from slipring.workers.grammar import GrammarStore
 from slipring.workers.kv_cache import MemoryShortageError, block_bytes
 from slipring.workers.link import Link
 from slipring.workers.main import serve
@@ -92,7 +93,8 @@ class Worker:
         try:
             with OnGpu():
                 link = Link(config)
-                self.executor, self.kv = build_executor(config, link, self.device, PhaseClock())
+                grammars = GrammarStore(config.model)
+                self.executor, self.kv = build_executor(config, link, self.device, PhaseClock(), grammars)
                 self.registered = list(self.device.registered)
                 self.ready.set()
                 serve(link, self.executor)

@@ -9,7 +9,7 @@ import pytest
 
 from slipring.shm.params import SamplingParams
 from slipring.shm.spec import ModelSpec
-from slipring.workers.runner import NON_FINITE
+from slipring.shm.wire import NON_FINITE
 from tests.kernels.on_gpu import GpuRig
 from tests.workers.runner_rig import GREEDY, Rig, Sequence
 from tests.workers.tiny_models import save_tiny

@@ -1,0 +1,123 @@
+"""Rows bound to a grammar, in a real runner with random weights: only the grammar makes them say something."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llguidance import LLMatcher
+
+from slipring.shm.grammar import Grammar
+from slipring.shm.spec import ModelSpec
+from slipring.shm.wire import NO_MATCH, NON_FINITE
+from slipring.workers import grammar as worker_grammar
+from slipring.workers.constraints import forbid
+from tests.byte_tokenizer import EOS
+from tests.workers.constrained_rig import (
+    PROMPT,
+    SCHEMA,
+    byte_spec,
+    constrained,
+    json_grammar,
+    run_to_the_end,
+    text,
+    with_grammars,
+)
+from tests.workers.runner_rig import GREEDY, Rig
+
+LETTERS = Grammar(LLMatcher.grammar_from_regex("[ab]{1,12}"), "regex")
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    return byte_spec(tmp_path_factory.mktemp("tiny"))
+
+
+def rig(spec: ModelSpec) -> Rig:
+    return with_grammars(Rig(spec), json_grammar(SCHEMA), LETTERS)
+
+
+def test_rows_follow_their_grammars_beside_free_rows(spec: ModelSpec) -> None:
+    ours, alone = rig(spec), Rig(spec)
+    rows = [ours.admit(PROMPT, constrained(seed)) for seed in range(3)]
+    free, twin = ours.admit(PROMPT, GREEDY), alone.admit(PROMPT, GREEDY)
+    run_to_the_end(ours, [*rows, free])
+    for row in rows:
+        jsonschema.validate(json.loads(text(row)), SCHEMA)
+    alone.generate([twin], len(free.outputs))
+    assert free.outputs == twin.outputs
+
+
+def test_a_preempted_row_goes_on_where_it_stopped(spec: ModelSpec) -> None:
+    whole = rig(spec)
+    expected = whole.admit(PROMPT, constrained(5))
+    run_to_the_end(whole, [expected])
+    for cut in (1, 4, len(expected.outputs) - 1):
+        ours = rig(spec)
+        ours.admit(PROMPT, constrained(9, grammar=2))  # what the row's grammar was before means nothing
+        again = ours.admit(PROMPT, constrained(5), outputs=expected.outputs[:cut])
+        ours.run([], [(again, len(again.tokens))])
+        run_to_the_end(ours, [again])
+        assert expected.outputs[:cut] + again.outputs == expected.outputs
+
+
+def test_the_end_of_sequence_is_forced_and_what_follows_it_does_no_harm(spec: ModelSpec) -> None:
+    ours = rig(spec)
+    row = ours.admit(PROMPT, constrained(1, grammar=2, logit_bias=((EOS, -100.0), (97, 50.0))))
+    ours.generate([row], 16)
+    assert row.outputs == [97] * 12 + [EOS] * 4
+
+
+@pytest.mark.parametrize(("changes", "most"), [({"min_tokens": 7}, 7), ({"stop_token_ids": ()}, 12)])
+def test_an_output_goes_on_while_it_can(spec: ModelSpec, changes: dict, most: int) -> None:
+    """min_tokens, and ignored ends of sequence, against a bias that would end it at once."""
+    ours = rig(spec)
+    row = ours.admit(PROMPT, constrained(1, grammar=2, logit_bias=((EOS, 100.0),), **changes))
+    run_to_the_end(ours, [row])
+    assert len(row.outputs) == most + 1
+
+
+def test_logprobs_are_those_of_the_raw_distribution(spec: ModelSpec) -> None:
+    ours, free = rig(spec), Rig(spec)
+    row = ours.admit(PROMPT, constrained(logprobs=3))
+    twin = free.admit(PROMPT, constrained(logprobs=3, grammar=0))
+    ours.run([], [(row, len(PROMPT))])
+    free.run([], [(twin, len(PROMPT))])
+    assert (ours.output.top_ids[0, :3] == free.output.top_ids[0, :3]).all()
+    np.testing.assert_allclose(ours.output.top_logprobs[0, :3], free.output.top_logprobs[0, :3], rtol=1e-6)
+    assert row.outputs == [ord("{")] and ours.output.logprob[0] < 0
+
+
+def test_a_grammar_that_grows_too_complex_ends_its_row_alone(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits of a step are met in the middle of an output."""
+    monkeypatch.setattr(worker_grammar, "LIMITS", {**worker_grammar.LIMITS, "step_max_items": 50})
+    ambiguous = LLMatcher.grammar_from_lark('start: a*\na: "x" a? | "x" "x" a?')
+    ours = with_grammars(Rig(spec), Grammar(ambiguous, "lark"))
+    row, free = ours.admit(PROMPT, constrained(logit_bias=((EOS, -100.0),))), ours.admit(PROMPT, GREEDY)
+    codes = []
+    for step in range(40):
+        ours.run([], [(row, 3), (free, 3)]) if step == 0 else ours.run([row, free])
+        codes.append(ours.output.num_accepted[:2].tolist())
+    assert codes[0] == [1, 1] and [NO_MATCH, 1] in codes and all(code[1] == 1 for code in codes)
+
+
+def test_a_row_that_may_draw_nothing_says_so(spec: ModelSpec) -> None:
+    ours = rig(spec)
+    ours.model.embedding[50] = float("nan")
+    bad, good = ours.admit([50, 4, 5], constrained(1)), ours.admit(PROMPT, constrained(2))
+    ours.run([], [(bad, 3), (good, 3)])
+    assert ours.output.num_accepted[:2].tolist() == [NON_FINITE, 1]
+
+
+@given(st.sets(st.integers(0, 95)), st.sets(st.integers(0, 95)))
+def test_forbid_never_leaves_nothing(allowed: set[int], tokens: set[int]) -> None:
+    bits = np.zeros(96, np.uint8)
+    bits[list(allowed)] = 1
+    mask = np.packbits(bits, bitorder="little").view(np.int32).copy()
+    forbid(mask, np.array(sorted(tokens), np.int64))
+    left = set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
+    assert left == (allowed - tokens or allowed)

@@ -1,0 +1,187 @@
+"""`Constraints`: the rows whose output must match a grammar, and the token masks that see to it.
+
+A mask thread does the work while the device runs the next forward pass: it accepts each row's tokens as soon as they
+are drawn and fills the row's next mask, and one behind each draft; `masks` waits for it only right before the next
+draw. Jobs run in the order in which they are given, so a mask is never older than its row's last token.
+
+min_tokens, and a request that ignores ends of sequence, forbid stop tokens for as long as the grammar leaves anything
+else: an output that is complete and cannot go on ends.
+
+A row whose matcher has failed (llguidance's limits, met in the middle of an output) has no mask; its draw is reported
+as NO_MATCH, which ends that request alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipring.shm.spec import ModelSpec
+from slipring.shm.table import BatchTable
+from slipring.workers.grammar import GrammarStore, Matcher, MatcherBatch, num_mask_words
+from slipring.workers.speculation.proposer import Drafts
+
+IntArray = NDArray[np.int64]
+Landed = Callable[[], tuple[NDArray[np.int64], NDArray[np.bool_]]]
+"""Waits for draws; returns (tokens [N], whether each was drawn at all [N])."""
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Of the places of a draw (see `sampler.Places`)."""
+
+    at: IntArray
+    """[k]: indices of the places that a grammar binds."""
+    allowed: NDArray[np.int32]
+    """[k, num_mask_words], bits as in `Matcher`."""
+    failed: IntArray
+    """Indices, among `at`, of the places where the grammar cannot be followed; their masks allow everything."""
+
+
+@dataclass(slots=True)
+class _Bound:
+    """A row that a grammar binds."""
+
+    matcher: Matcher
+    reluctant: NDArray[np.int64]
+    """Tokens that are allowed only where nothing else is."""
+    early: NDArray[np.int64]
+    """Likewise, before `min_tokens` are out."""
+    min_tokens: int
+
+
+class Constraints:
+    """Everything but the jobs runs on the thread that drives the device."""
+
+    def __init__(
+        self, table: BatchTable, spec: ModelSpec, store: GrammarStore, max_draft: int = 0, num_threads: int = 1
+    ) -> None:
+        """`num_threads` fill masks."""
+        num_rows, num_places = table.shape.num_rows, 1 + max_draft
+        self._table, self._store = table, store
+        self._eos = np.array(spec.eos_token_ids, np.int64)
+        self._bound: dict[int, _Bound] = {}
+        self._is_bound = np.zeros(num_rows, bool)
+        self._failed = np.zeros((num_rows, num_places), bool)
+        # By row and place. Pages of rows that no grammar ever binds are never touched.
+        self._masks = np.zeros((num_rows, num_places, num_mask_words(spec.vocab_size)), np.int32)
+        self._flat_masks = self._masks.reshape(num_rows * num_places, -1)
+        self._batch = MatcherBatch(num_threads)
+        self._jobs = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._unfinished: list[Future[None]] = []
+
+    def admit(self, row: int) -> None:
+        """A row's admission begins: find its place in its grammar, if it has one, and fill its first mask."""
+        grammar_id = int(self._table.grammar[row])
+        self._is_bound[row] = grammar_id > 0
+        if grammar_id > 0:
+            known = self._table.token_ids[row, self._table.num_prompt[row] : self._table.num_known[row]]
+            self._submit(self._begin, row, grammar_id, known.tolist())
+
+    def any(self, rows: IntArray) -> bool:
+        return bool(self._is_bound[rows].any())
+
+    def expect(self, rows: IntArray, drafts: Drafts) -> None:
+        """The next draw for rows [D] has a place after each of these drafts too."""
+        at = np.flatnonzero(self._is_bound[rows] & (drafts.num > 0))
+        if len(at):
+            chains = [drafts.tokens[i, : drafts.num[i]].tolist() for i in at.tolist()]
+            self._submit(self._look_ahead, rows[at].tolist(), chains)
+
+    def masks(self, rows: IntArray, num_drafts: IntArray | None = None) -> Masks:
+        """What may be drawn at places [S]: for rows [S], after num_drafts [S] of their drafts (None: after none).
+
+        Waits for the masks. Raises what a job raised.
+        """
+        at = np.flatnonzero(self._is_bound[rows])
+        if len(at):
+            for job in self._unfinished:
+                job.result()
+            self._unfinished.clear()
+        place = np.zeros(len(at), np.int64) if num_drafts is None else num_drafts[at]
+        return Masks(at, self._masks[rows[at], place], at[self._failed[rows[at], place]])
+
+    def accept(self, rows: IntArray, landed: Landed) -> None:
+        """Tokens, which `landed` waits for, are the next ones of the rows [N] beside them; a row's stand in order."""
+        at = np.flatnonzero(self._is_bound[rows])
+        if len(at):
+            self._submit(self._advance, rows[at], at, landed)
+
+    def _submit(self, job: Callable[..., None], *arguments: object) -> None:
+        self._unfinished.append(self._jobs.submit(job, *arguments))
+
+    # --- on the mask thread -------------------------------------------------------------------------------------
+
+    def _begin(self, row: int, grammar_id: int, outputs: list[int]) -> None:
+        table = self._table
+        stop_ids = table.stop_ids[row, : table.num_stop_ids[row]].astype(np.int64)
+        matcher = self._store.matcher(grammar_id)
+        matcher.accept(outputs)
+        self._bound[row] = _Bound(
+            matcher,
+            reluctant=np.setdiff1d(self._eos, stop_ids),
+            early=stop_ids,
+            min_tokens=int(table.min_tokens[row]),
+        )
+        self._failed[row] = False
+        self._fill([row])
+
+    def _advance(self, rows: IntArray, at: IntArray, landed: Landed) -> None:
+        tokens, drawn = landed()
+        runs: dict[int, list[int]] = {}
+        for row, token, is_drawn in zip(rows.tolist(), tokens[at].tolist(), drawn[at].tolist(), strict=True):
+            if is_drawn and not self._failed[row, 0]:
+                runs.setdefault(row, []).append(token)
+        for place in range(max(map(len, runs.values()), default=0)):
+            going = [row for row, run in runs.items() if len(run) > place]
+            self._batch.accept([self._bound[row].matcher for row in going], [runs[row][place] for row in going])
+        self._fill(list(runs))
+
+    def _fill(self, rows: list[int]) -> None:
+        num_places = self._masks.shape[1]
+        matchers = [self._bound[row].matcher for row in rows]
+        self._batch.fill(matchers, self._flat_masks, [row * num_places for row in rows])
+        for row, matcher in zip(rows, matchers, strict=True):
+            self._finish(row, 0, matcher)
+
+    def _look_ahead(self, rows: list[int], chains: list[list[int]]) -> None:
+        """Masks behind each draft, as far as the drafts are allowed: what follows a wrong one will never count."""
+        for row, chain in zip(rows, chains, strict=True):
+            twin = self._bound[row].matcher.copy()
+            for place, token in enumerate(chain, 1):
+                if not is_allowed(self._masks[row, place - 1], token) or self._failed[row, place - 1]:
+                    self._masks[row, place : len(chain) + 1] = -1
+                    self._failed[row, place : len(chain) + 1] = False
+                    break
+                twin.accept([token])
+                twin.fill(self._masks[row, place])
+                self._finish(row, place, twin)
+
+    def _finish(self, row: int, place: int, matcher: Matcher) -> None:
+        """A mask has been filled: note whether it means anything, and see to ends that must wait."""
+        bound, mask = self._bound[row], self._masks[row, place]
+        self._failed[row, place] = matcher.inner.is_error()
+        if self._failed[row, place]:
+            mask[:] = -1
+            return
+        forbid(mask, bound.reluctant)
+        if matcher.num_accepted < bound.min_tokens:
+            forbid(mask, bound.early)
+
+
+def is_allowed(mask: NDArray[np.int32], token: int) -> bool:
+    return bool(mask[token >> 5] >> (token & 31) & 1)
+
+
+def forbid(mask: NDArray[np.int32], tokens: NDArray[np.int64]) -> None:
+    """Take tokens out of a mask [num_mask_words], unless nothing would be left."""
+    if not len(tokens):
+        return
+    before = mask.copy()
+    np.bitwise_and.at(mask.view(np.uint32), tokens >> 5, ~(np.uint32(1) << (tokens & 31).astype(np.uint32)))
+    if not mask.any():
+        mask[:] = before

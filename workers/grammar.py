@@ -1,0 +1,164 @@
+"""Grammars in the sampling rank: what is built once (`GrammarStore`), and one row's way through it (`Matcher`).
+
+Imports llguidance when the first grammar comes. It lets the interpreter's lock go while it builds and while it
+computes masks, so neither holds up the thread that drives the device.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipring.shm.control import BuildGrammar, DropGrammar, GrammarBuilt, LoadTokenizer, Message
+from slipring.shm.grammar import LIMITS, Grammar
+from slipring.shm.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """int32 words of a token mask."""
+    return -(-vocab_size // 32)
+
+
+class Matcher:
+    """One output and its grammar: how far it has come, and what may follow. One thread at a time.
+
+    The bits of a mask are tokens, the lowest first. Ends of sequence are allowed where the output is complete, and
+    alone where nothing else can follow, or one has been drawn. Once `error` is set, the matcher knows nothing any
+    more.
+    """
+
+    def __init__(self, inner: LLMatcher, eos: frozenset[int]) -> None:
+        self.inner = inner
+        self._eos = eos
+        self.num_accepted = 0
+        self.num_ends = 0
+        """Of the accepted tokens, those from the end of sequence on. llguidance keeps no count of them."""
+
+    @property
+    def error(self) -> str | None:
+        return self.inner.get_error() or None
+
+    def accept(self, tokens: list[int]) -> None:
+        """Go on by these tokens. Whatever follows an end of sequence changes nothing."""
+        for token in tokens:
+            if not self.ends_with(token):
+                self.inner.consume_token(token)
+
+    def ends_with(self, token: int) -> bool:
+        """Take note of one token; False where `inner` must consume it before the next one."""
+        self.num_accepted += 1
+        self.num_ends += self.num_ends > 0 or (token in self._eos and self.inner.is_accepting())
+        return self.num_ends > 0
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take the last tokens back."""
+        self.num_accepted -= num_tokens
+        within = max(0, num_tokens - self.num_ends)
+        self.num_ends -= num_tokens - within
+        if within:
+            self.inner.rollback(within)
+
+    def forced(self) -> list[int]:
+        """Tokens that must come next, as far as they are certain."""
+        return [] if self.num_ends else self.inner.compute_ff_tokens()
+
+    def fill(self, mask: NDArray[np.int32]) -> None:
+        """mask [num_mask_words] = what may come next."""
+        self.inner.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self.close(mask)
+
+    def close(self, mask: NDArray[np.int32]) -> None:
+        """What `inner` has filled is not the whole truth: it does not know that the output has ended."""
+        if self.num_ends:
+            mask[:] = 0
+            for token in self._eos:
+                mask.view(np.uint32)[token >> 5] |= np.uint32(1 << (token & 31))
+
+    def copy(self) -> Matcher:
+        """Another one at the same place."""
+        twin = Matcher(self.inner.deep_copy(), self._eos)
+        twin.num_accepted, twin.num_ends = self.num_accepted, self.num_ends
+        return twin
+
+
+class MatcherBatch:
+    """Many matchers in one call, during which the interpreter's lock is free. One thread at a time."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._executor: LLExecutor | None = None
+
+    def accept(self, matchers: list[Matcher], tokens: list[int]) -> None:
+        """Each goes on by one token."""
+        pairs = zip(matchers, tokens, strict=True)
+        if within := [(matcher.inner, token) for matcher, token in pairs if not matcher.ends_with(token)]:
+            self._ready().consume_token_par(within)
+
+    def fill(self, matchers: list[Matcher], masks: NDArray[np.int32], rows: list[int]) -> None:
+        """masks [n, num_mask_words], contiguous; matcher i fills row rows[i]."""
+        pairs = [(matcher.inner, row) for matcher, row in zip(matchers, rows, strict=True)]
+        if pairs:
+            self._ready().unsafe_compute_mask_ptr(pairs, masks.ctypes.data, masks.strides[0], len(masks))
+        for matcher, row in zip(matchers, rows, strict=True):
+            matcher.close(masks[row])
+
+    def _ready(self) -> LLExecutor:
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(self._num_threads)
+        return self._executor
+
+
+class GrammarStore:
+    """Matchers at their beginning, by grammar id. Built by the control thread, copied by whoever admits a row."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._tokenizer: LLTokenizer | None = None
+        self._matchers: dict[int, Matcher] = {}
+        self._lock = threading.Lock()
+
+    def handle(self, message: Message) -> GrammarBuilt | None:
+        """One control message; returns its answer."""
+        if isinstance(message, LoadTokenizer):
+            self._tokenizer = self._load(message.document)
+        elif isinstance(message, BuildGrammar):
+            return GrammarBuilt(message.grammar_id, self._build(message.grammar_id, message.grammar))
+        elif isinstance(message, DropGrammar):
+            with self._lock:
+                self._matchers.pop(message.grammar_id, None)
+        return None
+
+    def matcher(self, grammar_id: int) -> Matcher:
+        """A matcher at the beginning. Raises KeyError for a grammar that is not here."""
+        with self._lock:
+            return self._matchers[grammar_id].copy()
+
+    def _load(self, document: bytes) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        eos = list(self._spec.eos_token_ids)
+        return LLTokenizer(document.decode(), n_vocab=self._spec.vocab_size, eos_token=eos)
+
+    def _build(self, grammar_id: int, grammar: Grammar) -> str | None:
+        """Returns why it cannot be."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        if self._tokenizer is None:
+            return "the worker has no tokenizer"
+        inner = LLMatcher(self._tokenizer, grammar.text, log_level=0, limits=LLParserLimits(**LIMITS))
+        built = Matcher(inner, frozenset(self._spec.eos_token_ids))
+        # The first mask is the dearest; copies take over what it found out.
+        built.fill(np.zeros(num_mask_words(self._spec.vocab_size), np.int32))
+        if (error := built.error) is not None:
+            return error
+        with self._lock:
+            self._matchers[grammar_id] = built
+        return None
