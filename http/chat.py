@@ -15,6 +15,7 @@ from slipring.http.exchange import ApiRequest, ApiResponse
 from slipring.http.frames import ChatRenderer, EventRenderer
 from slipring.http.generation import Flights, Plan, Prompt, answer
 from slipring.http.parsed_frames import ParsedChatRenderer, message_fields
+from slipring.http.placement import placement
 from slipring.http.reply import Choice, Usage
 from slipring.http.sampling import check_logprobs, check_max_tokens, check_min_tokens
 from slipring.http.served import ServedModel
@@ -52,7 +53,7 @@ async def create_chat_completion(model: ServedModel, flights: Flights, request: 
     body = decode(data, ChatBody)
     plan = await plan_chat(model, body, len(data))
     head = model.head(f"chatcmpl-{request.request_id}", body.model)
-    return await answer(model, flights, head, plan, _STYLE)
+    return await answer(model, flights, head, plan, _STYLE, placement(request))
 
 
 async def plan_chat(model: ServedModel, body: ChatBody, size: int) -> Plan:

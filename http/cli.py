@@ -15,15 +15,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from slipring.http import http_flags
-from slipring.http.flag_values import not_empty, seconds, size, tokens
+from slipring.http import fault_flags, http_flags
+from slipring.http.flag_values import not_empty, size, tokens
 
 _ENGINE = (
     "model", "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
     "kv_cache_memory_bytes", "num_gpu_blocks_override", "enable_prefix_caching", "scheduling_policy",
     "async_scheduling", "seed", "cpu_threads", "max_queued_requests", "max_queued_tokens", "worker_module",
-    "debug_integrity", "allow_long_max_model_len", "data_parallel_size", "on_fault", "hang_limit_s",
-    "speculative_config",
+    "debug_integrity", "allow_long_max_model_len", "speculative_config",
 )  # fmt: skip
 """Flags that are fields of `runtime.config.EngineConfig`."""
 
@@ -97,7 +96,7 @@ def _add_serve(commands: Any) -> None:
     _add_parser_flags(serve.add_argument_group("tools and reasoning"))
     _add_memory_flags(serve.add_argument_group("KV cache"))
     _add_scheduling_flags(serve.add_argument_group("scheduling"))
-    _add_fault_flags(serve.add_argument_group("replicas and faults"))
+    fault_flags.add_fault_flags(serve)
     # For tests and for debugging; --help need not explain them.
     serve.add_argument("--worker-module", default="slipring.workers.main", help=argparse.SUPPRESS)
     serve.add_argument("--debug-integrity", action="store_true", help=argparse.SUPPRESS)
@@ -178,23 +177,6 @@ def _add_scheduling_flags(group: Any) -> None:
     group.add_argument("--max-queued-tokens", type=int, default=4_000_000, metavar="N", help="likewise (%(default)s)")
 
 
-def _add_fault_flags(group: Any) -> None:
-    group.add_argument("--data-parallel-size", type=int, default=1, metavar="N", help="replicas (default: %(default)s)")
-    group.add_argument(
-        "--on-fault",
-        default="replay",
-        help="replay: streams go on after a worker's death; abort: they end with an error (default: %(default)s)",
-    )
-    group.add_argument(
-        "--hang-limit",
-        dest="hang_limit_s",
-        type=seconds,
-        default=30.0,
-        metavar="SECONDS",
-        help="a step that takes longer means that the worker hangs (default: %(default)g)",
-    )
-
-
 def _add_chat(commands: Any) -> None:
     chat = commands.add_parser(
         "chat",
@@ -228,7 +210,9 @@ def _serve(args: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     args.speculative_config = _speculative_config(args)
-    engine_config = EngineConfig(**{name: getattr(args, name) for name in _ENGINE})
+    engine_config = EngineConfig(
+        **{name: getattr(args, name) for name in _ENGINE}, **fault_flags.engine_settings(args)
+    )
     try:
         server_config = http_flags.server_config(args, default_model_name(args.model))
     except ConfigError as error:

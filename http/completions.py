@@ -12,6 +12,7 @@ from slipring.http.exchange import ApiRequest, ApiResponse
 from slipring.http.frames import CompletionRenderer
 from slipring.http.generation import Flights, Plan, Prompt, answer
 from slipring.http.logprobs import TextOffset
+from slipring.http.placement import placement
 from slipring.http.reply import Choice, Usage
 from slipring.http.sampling import check_logprobs, check_max_tokens, check_min_tokens, is_set
 from slipring.http.served import ServedModel
@@ -52,7 +53,7 @@ async def create_completion(model: ServedModel, flights: Flights, request: ApiRe
     logprobs = -1 if body.logprobs is None else body.logprobs
     plan = Plan(body, prompts, "prompt", max_tokens, logprobs)
     head = model.head(f"cmpl-{request.request_id}", body.model)
-    return await answer(model, flights, head, plan, _STYLE)
+    return await answer(model, flights, head, plan, _STYLE, placement(request))
 
 
 def _check(body: CompletionBody) -> int:

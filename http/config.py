@@ -54,6 +54,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Memory for them, conversations included."""
     keep_alive_timeout_s: float = 100.0
     """More than the 60 to 90 seconds for which proxies keep connections, or they lose requests."""
+    enable_fault_tolerance: bool = False
+    """Answer on /v1/fault_tolerance/*."""
     write_buffer_bytes: int = 256 << 10
     """A stream whose client leaves more than this unread is congested: pieces are merged until it reads on."""
     stall_timeout_s: float = 30.0

@@ -18,6 +18,7 @@ from slipring.http.call_limit import CallLimit
 from slipring.http.errors import from_engine
 from slipring.http.exchange import ApiResponse
 from slipring.http.output_form import PLAIN, OutputForm
+from slipring.http.placement import Placement
 from slipring.http.reply import Choice, Collector, ReplyHead, Usage, Work
 from slipring.http.sampling import stop_strings
 from slipring.http.served import ServedModel
@@ -98,10 +99,10 @@ class Flights:
 class Generation:
     """The engine requests behind one answer."""
 
-    def __init__(self, model: ServedModel, plan: Plan, reply_id: str) -> None:
+    def __init__(self, model: ServedModel, plan: Plan, reply_id: str, place: Placement) -> None:
         self._engine = model.engine
         self._plan = plan
-        self._requests = list(_requests(model, plan, reply_id))
+        self._requests = list(_requests(model, plan, reply_id, place))
 
     def start(self, push: Callable[[Delta], None]) -> None:
         """Raises ApiError; then nothing is left running."""
@@ -138,9 +139,11 @@ def _sink(base: int, push: Callable[[Delta], None]) -> Callable[[Delta], None]:
     return sink
 
 
-async def answer(model: ServedModel, flights: Flights, head: ReplyHead, plan: Plan, style: Style) -> ApiResponse:
+async def answer(
+    model: ServedModel, flights: Flights, head: ReplyHead, plan: Plan, style: Style, place: Placement
+) -> ApiResponse:
     model.check_choices(len(plan.prompts) * plan.n, sum(len(prompt.token_ids) for prompt in plan.prompts) * plan.n)
-    generation = Generation(model, plan, head.id)
+    generation = Generation(model, plan, head.id, place)
     usage = Usage([len(prompt.token_ids) for prompt in plan.prompts], plan.n)
     if plan.body.stream:
         stream = FrameStream(style.frames(model, plan, head, usage), len(plan.echo), generation.cancel)
@@ -166,7 +169,7 @@ async def _collect(flights: Flights, generation: Generation, collector: Collecto
         flights.drop(collector)
 
 
-def _requests(model: ServedModel, plan: Plan, reply_id: str) -> Iterable[GenerationRequest]:
+def _requests(model: ServedModel, plan: Plan, reply_id: str, place: Placement) -> Iterable[GenerationRequest]:
     body = plan.body
     if plan.max_tokens == 0:
         for prompt in plan.prompts:
@@ -188,6 +191,8 @@ def _requests(model: ServedModel, plan: Plan, reply_id: str) -> Iterable[Generat
             cache_salt=body.cache_salt,
             priority=body.priority or 0,
             grammar=plan.grammar,
+            data_parallel_rank=place.rank,
+            session=place.session,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from slipring.http.fault_flags import commands_enabled
 from slipring.http.flag_values import (
     count,
     key,
@@ -184,6 +185,7 @@ def server_config(args: argparse.Namespace, model_name: str) -> ServerConfig:
         otlp_traces_ratio=args.otlp_traces_sample_ratio,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
+        enable_fault_tolerance=commands_enabled(args),
         max_stored_responses=args.max_stored_responses,
         max_stored_response_bytes=args.max_stored_response_bytes,
     )

@@ -13,6 +13,7 @@ from slipring.http.generation import Flights, Plan, answer
 from slipring.http.messages_bodies import CountTokensBody, MessagesBody
 from slipring.http.messages_frames import MessageRenderer, content_blocks, message, stop_fields
 from slipring.http.messages_prompt import chat_body, own_names
+from slipring.http.placement import placement
 from slipring.http.reply import Choice, ReplyHead, Usage
 from slipring.http.served import ServedModel
 
@@ -44,7 +45,7 @@ async def create_message(model: ServedModel, flights: Flights, request: ApiReque
     with renaming(own_names(body)):
         plan = await plan_chat(model, chat_body(body), len(data))
         head = model.head(f"msg_{request.request_id}", body.model)
-        return await answer(model, flights, head, plan, _STYLE)
+        return await answer(model, flights, head, plan, _STYLE, placement(request))
 
 
 async def count_tokens(model: ServedModel, request: ApiRequest) -> ApiResponse:

@@ -21,6 +21,7 @@ from slipring.http.served import VERSION
 _REF = "#/components/schemas/{name}"
 _DESCRIPTIONS = {
     200: "The answer.",
+    202: "Accepted; what becomes of it is told elsewhere.",
     400: "The request cannot be served as it stands; `param` names the field.",
     401: "A valid API key is needed.",
     404: "What is named does not exist here.",
@@ -104,7 +105,7 @@ def _parameters(route: Route) -> list[dict[str, Any]]:
 
 def _response(route: Route, status: int) -> dict[str, Any]:
     description = _DESCRIPTIONS[status]
-    if status != 200:
+    if status >= 300:
         # A probe's 503 is its answer.
         probe = status == 503 and not route.needs_model
         schema = {"type": "object"} if probe else {"$ref": _REF.format(name=route.errors.name)}

@@ -24,6 +24,7 @@ from slipring.http.errors import ApiError, bad_request, renaming
 from slipring.http.exchange import JSON, ApiRequest, ApiResponse
 from slipring.http.generation import Flights, Generation, Plan, answer
 from slipring.http.item_page import Page
+from slipring.http.placement import Placement, placement
 from slipring.http.reply import Choice, Collector, ReplyHead, Usage
 from slipring.http.response_store import ResponseStore, StoredResponse
 from slipring.http.responses_bodies import Item, Part, ResponsesBody
@@ -115,8 +116,8 @@ class Responses:
             head = model.head(f"resp_{secrets.token_hex(24)}", body.model)
             style = ResponseStyle(self, body, found.items)
             if body.background:
-                return self._start(model, flights, head, plan, style)
-            return await answer(model, flights, head, plan, style)
+                return self._start(model, flights, head, plan, style, placement(request))
+            return await answer(model, flights, head, plan, style, placement(request))
 
     def retrieve(self, response_id: str) -> ApiResponse:
         return ApiResponse(200, self._stored(response_id).body, {"Content-Type": JSON})
@@ -173,11 +174,17 @@ class Responses:
     # The background.
 
     def _start(
-        self, model: ServedModel, flights: Flights, head: ReplyHead, plan: Plan, style: ResponseStyle
+        self,
+        model: ServedModel,
+        flights: Flights,
+        head: ReplyHead,
+        plan: Plan,
+        style: ResponseStyle,
+        place: Placement,
     ) -> ApiResponse:
         usage = Usage([len(prompt.token_ids) for prompt in plan.prompts], plan.n)
         collector = Collector(plan.echo, usage)
-        generation = Generation(model, plan, head.id)
+        generation = Generation(model, plan, head.id, place)
         generation.start(collector.push)
         flights.track(collector)
         begun = style.begun(model, plan, head)

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from slipring.http import admin, health, messages, models, tokens
+from slipring.http import admin, fault_tolerance, health, messages, models, tokens
 from slipring.http.bodies import AbortBody, ChatBody, CompletionBody, DetokenizeBody, Invocation, TokenizeBody, decode
 from slipring.http.chat import create_chat_completion
 from slipring.http.completions import create_completion
@@ -215,6 +215,30 @@ async def _reset_prefix_cache(api: Api, request: ApiRequest, _: str) -> ApiRespo
     return await admin.reset_prefix_cache(served(api).engine)
 
 
+async def _apply_fault_tolerance(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    fault_tolerance.check_enabled(api.config.enable_fault_tolerance, request.path)
+    return await fault_tolerance.apply(served(api).engine, request)
+
+
+async def _fault_tolerance_status(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    fault_tolerance.check_enabled(api.config.enable_fault_tolerance, request.path)
+    return await fault_tolerance.status(served(api).engine)
+
+
+def _fault_tolerance(prefix: str) -> tuple[Route, Route]:
+    """They must answer whatever state the engine is in, once there is one."""
+    return (
+        Route(
+            "POST", f"{prefix}/fault_tolerance/apply", _apply_fault_tolerance, "Tell broken replicas how to go on",
+            body=fault_tolerance.ApplyBody, statuses=(202, 404, 503), needs_model=False, administers=True,
+        ),
+        Route(
+            "GET", f"{prefix}/fault_tolerance/status", _fault_tolerance_status, "How each replica is",
+            statuses=(404, 503), needs_model=False,
+        ),
+    )  # fmt: skip
+
+
 def _probe(pattern: str, handler: Handler, summary: str, method: str = "GET") -> Route:
     return Route(method, pattern, handler, summary, statuses=(503,), needs_key=False, needs_model=False)
 
@@ -286,6 +310,8 @@ ROUTES = (
         body=AbortBody, body_optional=True, administers=True,
     ),
     Route("POST", "/reset_prefix_cache", _reset_prefix_cache, "Forget free KV blocks", administers=True),
+    *_fault_tolerance("/v1"),
+    *_fault_tolerance(""),
 )  # fmt: skip
 
 TABLE = RouteTable(ROUTES)

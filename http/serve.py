@@ -178,7 +178,7 @@ class Service:
     def _on_signal(self, number: int) -> None:
         if not self._signal.done():
             self._signal.set_result(number)
-        elif number == signal.SIGINT:
+        else:
             os._exit(128 + number)  # asked twice; workers notice that their parent is gone
 
     async def _unless_signalled(self, work: Coroutine[Any, Any, Any]) -> Any:

@@ -23,6 +23,7 @@ from slipring.runtime.chat_template import ChatTemplate
 from slipring.runtime.completion import Completion
 from slipring.runtime.config import ConfigError, EngineConfig, ResolvedConfig, resolve
 from slipring.runtime.detokenizer import Detokenizer
+from slipring.runtime.fault_tolerance import FaultTolerance
 from slipring.runtime.garbage import IdleCollector
 from slipring.runtime.grammar import GrammarCompiler, GrammarSpec
 from slipring.runtime.metrics import Metrics, Stats
@@ -121,6 +122,7 @@ class Engine:
         self._grammars = GrammarCompiler(self.spec)
         self._seeds = secrets.SystemRandom() if config.seed == 0 else np.random.default_rng(config.seed)
         self._replicas: Replicas
+        self.fault_tolerance: FaultTolerance
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -134,6 +136,7 @@ class Engine:
 
         try:
             self._replicas = Replicas(self.config, self.spec, self._on_state, on_progress, self._fail_requests)
+            self.fault_tolerance = FaultTolerance(self._replicas)
         except OSError as error:
             raise StartupError(f"no shared memory for rings and batch table: {error}. {_SHM_FIX}") from error
         starting = asyncio.ensure_future(self._replicas.start(self.config.user.worker_startup_timeout_s))

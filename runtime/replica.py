@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Container, Coroutine, Iterable
 from typing import Any, Protocol
 
 from slipring.runtime.config import ResolvedConfig
@@ -24,6 +24,7 @@ from slipring.runtime.readmission import known_tokens, num_scored, share_prefixe
 from slipring.runtime.restarts import RestartPolicy
 from slipring.runtime.step_loop import Fault, StepLoop
 from slipring.runtime.supervisor import SERVING, Action, Event, Sentinel, State
+from slipring.runtime.suspects import Suspects
 from slipring.scheduler.request import Request, RequestStatus
 from slipring.scheduler.scheduler import Scheduler
 from slipring.scheduler.step import Counters
@@ -53,6 +54,10 @@ class Watcher(Protocol):
 
     def on_progress(self, progress: wire.Progress) -> None: ...
 
+    def on_guilty(self, replica: Replica, request: Request, reason: str) -> None:
+        """This one is the replica's no more: it must end."""
+        ...
+
     def on_homeless(self, replica: Replica, requests: list[Request], reason: str) -> None:
         """The replica gives these up: they go elsewhere, or end."""
         ...
@@ -70,11 +75,14 @@ class Replica:
         self._requests: dict[int, Request] = {}
         self._counters = Counters()
         self._restarts = RestartPolicy()
+        self._suspects = Suspects()
         self._collector: NullCollector | IdleCollector = NullCollector()
         self._started: asyncio.Future[wire.Ready] = self._loop.create_future()
         self._num_epochs = 0
         self._is_closed = False
         self._is_frozen = False
+        self._changed = asyncio.Event()
+        """Set with each new state."""
         self._work: set[asyncio.Task[None]] = set()
         self._changing = asyncio.Lock()
         """Held while one epoch is taken apart, or the next one is made."""
@@ -152,6 +160,7 @@ class Replica:
     def close(self) -> None:
         """Kill the worker, if it still lives, and give everything back. Idempotent."""
         self._is_closed = True
+        self._changed.set()
         self._cancel_recovery_timer()
         for task in self._work:
             task.cancel()
@@ -189,6 +198,7 @@ class Replica:
         if self.state in SERVING:
             self.step_loop.abort(request)
         request.status = RequestStatus.FINISHED
+        self._release(self._suspects.forget(request))
         self._tell_when_empty()
 
     def freeze(self, frozen: bool) -> None:
@@ -197,6 +207,13 @@ class Replica:
         if (scheduler := self.scheduler) is not None:
             scheduler.frozen = frozen
             self.step_loop.kick()
+
+    async def settled(self, states: Container[State]) -> State:
+        """Waits until the replica is in one of these states; which one."""
+        while self.state not in states and not self._is_closed:
+            self._changed.clear()
+            await self._changed.wait()
+        return self.state
 
     def command(self, event: Event) -> str | None:
         """Carry out a command; returns why it is refused, or None."""
@@ -224,10 +241,19 @@ class Replica:
     def on_delivered(self, num_tokens: int, ended: list[Request]) -> None:
         if num_tokens:
             self._restarts.progressed()
+        for request in ended:
+            self._requests.pop(id(request), None)
+            self._release(self._suspects.forget(request))
+        if self._suspects.is_searching:
+            self._release(self._suspects.progressed())
         if ended:
-            for request in ended:
-                self._requests.pop(id(request), None)
             self._tell_when_empty()
+
+    def _release(self, requests: list[Request]) -> None:
+        """Requests that were held back go in line."""
+        if self.state in SERVING:
+            for request in requests:
+                self.step_loop.add(request)
 
     def _tell_when_empty(self) -> None:
         if not self._requests and self.state in (State.DRAINING, State.REPLACING):
@@ -246,6 +272,7 @@ class Replica:
             self.fault = fault
         if self.state is not before:
             self._watcher.on_state(self)
+            self._changed.set()
         _ACTIONS[action](self)
         return action
 
@@ -260,7 +287,7 @@ class Replica:
         scheduler = Scheduler(self._config.scheduler(), table, self._spec.vocab_size, counters=counters)
         scheduler.frozen = self._is_frozen
         self.step_loop.begin(scheduler, self._collector)
-        for request in self._in_order():
+        for request in self._in_order(request for request in self._requests.values() if not self._is_held(request)):
             self.step_loop.add(request)
 
     def _end_epoch(self) -> None:
@@ -289,7 +316,8 @@ class Replica:
 
     def _hand_over(self) -> None:
         reason = self.fault.reason if self.fault else f"the replica is {self.state.value}"
-        requests, self._requests = self._in_order(), {}
+        requests, self._requests = self._in_order(self._requests.values()), {}
+        self._suspects = Suspects()
         self._watcher.on_homeless(self, requests, reason)
 
     def _bury(self) -> None:
@@ -321,6 +349,7 @@ class Replica:
                 self._on(Event.UNREAPABLE)
                 return
             loop.salvage()
+            self._search_guilty(loop.requests_in_flight())
             loop.close()
         delay_s = self._restarts.next_delay_s(time.monotonic())
         if delay_s is None:
@@ -348,16 +377,33 @@ class Replica:
             except OSError as error:
                 self._on(Event.WORKER_EXIT, Fault(Event.WORKER_EXIT, f"there is no room for a new worker: {error}"))
 
-    def _in_order(self) -> list[Request]:
-        """Every request, in its old order, with the tokens that its client has been given."""
-        requests = sorted(self._requests.values(), key=lambda request: request.key)
-        self._forget_places(requests)
-        share_prefixes(requests, self._config.user.block_size)
-        return requests
+    def _is_held(self, request: Request) -> bool:
+        """Suspected, and not on trial now. It is made ready all the same: its trial may begin any time."""
+        if held := self._suspects.holds_back(request):
+            self._make_ready(request)
+        return held
 
-    def _forget_places(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            request.restart(known_tokens(request), num_scored(request), self._config.user.block_size)
+    def _in_order(self, requests: Iterable[Request]) -> list[Request]:
+        """In their old order, each with the tokens that its client has been given."""
+        found = sorted(requests, key=lambda request: request.key)
+        for request in found:
+            self._make_ready(request)
+        share_prefixes(found, self._config.user.block_size)
+        return found
+
+    def _make_ready(self, request: Request) -> None:
+        request.restart(known_tokens(request), num_scored(request), self._config.user.block_size)
+
+    def _search_guilty(self, in_flight: list[Request]) -> None:
+        """The worker died under these."""
+        learned, guilty = self._suspects.died(in_flight)
+        if learned:
+            self._restarts.progressed()
+        if guilty is not None and self._requests.pop(id(guilty), None) is not None:
+            assert self.fault is not None
+            guilty.status = RequestStatus.FINISHED
+            reason = f"this request ends every worker that computes it, so it is given up: {self.fault.reason}"
+            self._watcher.on_guilty(self, guilty, reason)
 
     def _cancel_recovery_timer(self) -> None:
         if self._recovery_timer is not None:

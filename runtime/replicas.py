@@ -145,6 +145,10 @@ class Replicas:
     def on_progress(self, progress: wire.Progress) -> None:
         self._tell_progress(progress)
 
+    def on_guilty(self, replica: Replica, request: Request, reason: str) -> None:
+        logger.error("replica %d: %s", replica.rank, reason)
+        self._fail([request], reason)
+
     def on_homeless(self, replica: Replica, requests: list[Request], reason: str) -> None:
         elsewhere = [other for other in self._all if other is not replica and other.state is State.HEALTHY]
         if not elsewhere or (self._config.user.on_fault == "abort" and replica.state is not State.DRAINED):

@@ -84,7 +84,6 @@ class StepLoop:
         self.pacer = Pacer()
         self._timer: asyncio.TimerHandle | None = None
         self._kick_scheduled = False
-        self._in_flight_at_fault: list[Request] = []
         self.fault: Fault | None = None
         self.ending = False
         """No fault is told any more: the worker was asked to end."""
@@ -128,6 +127,10 @@ class StepLoop:
                 self.epoch.outputs.advance()
         except Exception as error:  # what cannot be read any more is computed again
             logger.warning("outputs of the ended epoch are dropped: %r", error)
+
+    def requests_in_flight(self) -> list[Request]:
+        """Those that the worker was computing, or was about to, and whose step never came back."""
+        return [] if self.scheduler is None else self.scheduler.requests_in_flight()
 
     def close(self) -> None:
         """Give everything back, the worker's life included. Idempotent."""

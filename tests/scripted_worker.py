@@ -6,6 +6,7 @@ It draws tokens as `SimulatedDevice` does. The environment variable SCRIPT (JSON
     crash_at     step at which it kills itself
     raise_at     step at which it reports an error and exits
     exit_at_step step at which it exits with status 9, after a line on stderr
+    poison       a token: whoever has it in its prompt ends the worker, by SIGKILL
     never_ready  it never says that it is ready
     exit_at_start  exit status, right after a line on stderr
 """
@@ -21,7 +22,7 @@ import time
 
 from slipring.shm import spec
 from slipring.shm.layout import Phase
-from slipring.shm.wire import Ready
+from slipring.shm.wire import Ready, StepInputView
 from slipring.workers.link import EngineGone, Link
 from tests.simulated_device import SimulatedDevice
 
@@ -61,6 +62,8 @@ def serve(link: Link, device: SimulatedDevice, script: dict) -> None:
         if step.step_id == script.get("exit_at_step"):
             print("the scripted worker gives up", file=sys.stderr, flush=True)
             os._exit(9)
+        if "poison" in script and _holds(link, step.view, script["poison"]):
+            os.kill(os.getpid(), signal.SIGKILL)
         if step.step_id == script.get("raise_at"):
             raise RuntimeError("scripted fault")
         time.sleep(script.get("step_s", 0))
@@ -68,6 +71,11 @@ def serve(link: Link, device: SimulatedDevice, script: dict) -> None:
         device.run(step.view, output)
         link.publish_step(step, output)
         link.beat(Phase.WAITING)
+
+
+def _holds(link: Link, view: StepInputView, token: int) -> bool:
+    table, rows = link.table, view.rows[: int(view.header[view.NUM_ROWS])].tolist()
+    return any(token in table.token_ids[row, : table.num_prompt[row]] for row in rows)
 
 
 if __name__ == "__main__":

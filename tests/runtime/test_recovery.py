@@ -10,6 +10,9 @@ import time
 import pytest
 
 from slipring.runtime.engine import HealthState
+from slipring.runtime.fault_tolerance import FaultToleranceRequest
+from slipring.runtime.request import EngineDeadError
+from slipring.runtime.supervisor import State
 from tests.runtime.test_engine import Collector, ask, healthy, num_descriptors, run, running, settled, submit
 from tests.simulated_device import expected_tokens
 
@@ -60,5 +63,82 @@ def test_nothing_is_left_of_an_epoch() -> None:
             for _ in range(3):
                 await cycle()
             assert num_descriptors() == before
+
+    run(scenario())
+
+
+def test_a_poison_request_is_found_and_fails_alone() -> None:
+    async def scenario() -> None:
+        async with running({"poison": 666, "step_s": 0.001}, num_gpu_blocks_override=256) as engine:
+            prompts = [[i + 1, 2, 3] for i in range(7)]
+            streams = [submit(engine, ask(prompt, 150, seed=i)) for i, prompt in enumerate(prompts)]
+            await given(streams, 3)
+            poison = submit(engine, ask([5, 666], 20))
+            await poison.wait()
+            last = poison.deltas[-1]
+            assert last.finish_reason == "error" and "SIGKILL" in str(last.error) and "given up" in str(last.error)
+            for i, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
+                await stream.wait()
+                assert stream.tokens() == expected_tokens(prompt, i, engine.spec.vocab_size, 150)
+            await healthy(engine)
+            await settled(engine)
+
+    run(scenario())
+
+
+def test_the_guilty_one_among_many_that_never_got_anywhere() -> None:
+    async def scenario() -> None:
+        async with running({"poison": 666}) as engine:
+            prompts = [[i, 2, 3] if i != 5 else [i, 666] for i in range(8)]
+            streams = [submit(engine, ask(prompt, 8, seed=i)) for i, prompt in enumerate(prompts)]
+            for i, (prompt, stream) in enumerate(zip(prompts, streams, strict=True)):
+                await asyncio.wait_for(stream.done.wait(), 60)
+                if i == 5:
+                    assert stream.deltas[-1].finish_reason == "error"
+                else:
+                    assert stream.tokens() == expected_tokens(prompt, i, engine.spec.vocab_size, 8)
+            await healthy(engine)
+            await settled(engine)
+
+    run(scenario())
+
+
+def test_one_replica_of_two_dies_and_the_other_takes_what_comes() -> None:
+    async def scenario() -> None:
+        async with running({"step_s": 0.002}, data_parallel_size=2) as engine:
+            first, second = (submit(engine, ask([9, i], 100, seed=i, data_parallel_rank=i)) for i in range(2))
+            await given([first, second], 3)
+            os.kill(engine.worker_pids[0], signal.SIGKILL)
+            while engine._replicas[0].state is State.HEALTHY:
+                await asyncio.sleep(0.001)
+            assert engine.health().state is HealthState.HEALTHY
+            arrivals = [submit(engine, ask([1, i], 4)) for i in range(3)]
+            await asyncio.gather(*(stream.wait() for stream in arrivals))
+            assert engine._replicas[0].state is not State.HEALTHY, "nobody waited for it"
+            for i, stream in enumerate((first, second)):
+                await stream.wait()
+                assert stream.tokens() == expected_tokens([9, i], i, engine.spec.vocab_size, 100)
+            await settled(engine)
+
+    run(scenario())
+
+
+def test_what_a_dead_replica_held_goes_on_elsewhere() -> None:
+    async def scenario() -> None:
+        async with running({"step_s": 0.002}, data_parallel_size=2, auto_recovery=False) as engine:
+            stream = submit(engine, ask([9, 1], 60, data_parallel_rank=0))
+            await given([stream], 3)
+            os.kill(engine.worker_pids[0], signal.SIGKILL)
+            while engine._replicas[0].state is not State.UNHEALTHY:
+                await asyncio.sleep(0.001)
+            with pytest.raises(EngineDeadError, match="rank 0"):
+                submit(engine, ask([1], data_parallel_rank=0))
+            removal = {"removed_dp_ranks": [0], "dp_store_port": 4000, "dp_master_ip": "127.0.0.1"}
+            result = await engine.fault_tolerance.apply(FaultToleranceRequest("scale_down", removal, "down"))
+            assert result is not None and result.success, result
+            await stream.wait()
+            assert stream.tokens() == expected_tokens([9, 1], 1, engine.spec.vocab_size, 60)
+            assert engine._replicas[0].state is State.REMOVED and engine.health().state is HealthState.HEALTHY
+            await settled(engine)
 
     run(scenario())

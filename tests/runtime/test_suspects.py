@@ -1,0 +1,97 @@
+"""The search for a guilty request, against a model of workers that die whenever they compute it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipring.runtime.suspects import Suspects
+from slipring.scheduler.request import Request
+from slipring.shm.params import SamplingParams
+
+
+@dataclass
+class Owner:
+    token_ids: list[int] = field(default_factory=list)
+
+
+def requests(count: int) -> list[Request]:
+    return [Request(np.arange(3, dtype=np.int32), SamplingParams(max_tokens=9), owner=Owner()) for _ in range(count)]
+
+
+def search(everybody: list[Request], guilty: Request, batch: int) -> tuple[Request | None, int]:
+    """Run in batches until the guilty one is found; returns it and the number of deaths."""
+    suspects = Suspects()
+    for deaths in range(1, 40):
+        line = [request for request in everybody if not suspects.holds_back(request)]
+        while True:
+            computed = line[:batch]
+            if guilty in computed:
+                break
+            for request in computed:
+                request.owner.token_ids.append(1)
+            line = line[batch:] + computed + suspects.progressed()
+        _, found = suspects.died(computed)
+        if found is not None:
+            return found, deaths
+    return None, 40
+
+
+@given(st.integers(1, 64), st.data())
+def test_the_guilty_one_is_found_and_nobody_else(count: int, data: st.DataObject) -> None:
+    everybody = requests(count)
+    guilty = everybody[data.draw(st.integers(0, count - 1))]
+    found, deaths = search(everybody, guilty, batch=count)
+    assert found is guilty
+    assert deaths <= 3 + np.ceil(np.log2(count))
+
+
+@given(st.integers(1, 40), st.integers(1, 16), st.data())
+def test_also_where_a_step_holds_only_some(count: int, batch: int, data: st.DataObject) -> None:
+    everybody = requests(count)
+    guilty = everybody[data.draw(st.integers(0, count - 1))]
+    assert search(everybody, guilty, batch)[0] is guilty
+
+
+def test_whoever_makes_progress_between_deaths_is_never_suspected() -> None:
+    suspects, everybody = Suspects(), requests(4)
+    for _ in range(20):
+        assert suspects.died(everybody) == (False, None)
+        for request in everybody:
+            request.owner.token_ids.append(1)
+        assert suspects.progressed() == [] and not suspects.is_searching
+
+
+def test_a_suspect_that_ends_makes_room_for_the_next_trial() -> None:
+    suspects, (a, b, c) = Suspects(), requests(3)
+    suspects.died([a, b, c])
+    assert suspects.died([a, b, c]) == (True, None)
+    assert [suspects.holds_back(request) for request in (a, b, c)] == [False, False, True]
+    assert suspects.forget(a) == []
+    assert suspects.forget(b) == [c] and not suspects.holds_back(c)
+    assert suspects.forget(c) == [] and not suspects.is_searching
+
+
+def test_a_death_under_others_teaches_nothing() -> None:
+    suspects, (a, b) = Suspects(), requests(2)
+    suspects.died([a])
+    suspects.died([a])
+    assert suspects.died([b]) == (False, None)
+    assert suspects.died([a]) == (True, a)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 64])
+def test_held_and_tried_are_everybody(count: int) -> None:
+    suspects, everybody = Suspects(), requests(count)
+    suspects.died(everybody)
+    suspects.died(everybody)
+    released = [request for request in everybody if not suspects.holds_back(request)]
+    while suspects.is_searching:
+        for request in released:
+            request.owner.token_ids.append(1)
+        released = suspects.progressed()
+    assert not any(suspects.holds_back(request) for request in everybody)
