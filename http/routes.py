@@ -283,7 +283,7 @@ ROUTES = (
     ),
     Route(
         "POST", "/v1/responses", _create_response, "Answer a conversation that may be kept",
-        body=ResponsesBody, statuses=GENERATES, streams=True,
+        body=ResponsesBody, statuses=GENERATES, streams=True, operation="chat",
     ),
     Route("GET", "/v1/responses/{id}", _get_response, "A stored response", statuses=(404,)),
     Route("DELETE", "/v1/responses/{id}", _delete_response, "Forget a response", statuses=(404,)),

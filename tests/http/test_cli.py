@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from slipring.http import cli, flag_values, http_flags
 from slipring.http.chat_terminal import chat
 from slipring.http.config import ServerConfig
 from slipring.http.console import Console, base_url
+from slipring.http.routes import ROUTES
 from slipring.runtime.config import ConfigError, EngineConfig
 from slipring.runtime.engine import StartupEvent
 from tests.http.engine_double import EngineDouble
@@ -216,3 +218,11 @@ def test_a_file_without_a_usable_key_is_refused(text: str, tmp_path: Path) -> No
 def test_a_key_file_without_a_certificate_is_refused() -> None:
     with pytest.raises(ConfigError, match="--ssl-certfile"):
         server_config("--ssl-keyfile", "k")
+
+
+def test_the_docs_name_flags_and_routes_that_there_are() -> None:
+    text = (ROOT / "docs" / "serving.md").read_text()
+    known = cli.build_parser().parse_args(["serve", "m"]).flags
+    assert set(re.findall(r"`(--[a-z-]+)", text)) <= set(known)
+    paths = {route.pattern for route in ROUTES}
+    assert set(re.findall(r"`(?:GET|POST) (/[a-z_/]+)", text)) <= paths
