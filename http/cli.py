@@ -45,6 +45,8 @@ def _run(argv: list[str] | None) -> NoReturn:
         sys.exit(_chat(args))
     if args.command == "doctor":
         sys.exit(_doctor(args))
+    if args.command == "blackbox":
+        sys.exit(_blackbox(args))
     parser.print_help()
     sys.exit(0)
 
@@ -58,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_chat(commands)
     _add_doctor(commands)
+    _add_blackbox(commands)
     return parser
 
 
@@ -203,6 +206,18 @@ def _add_doctor(commands: Any) -> None:
     doctor.set_defaults(flags=_flags_of(doctor))
 
 
+def _add_blackbox(commands: Any) -> None:
+    blackbox = commands.add_parser(
+        "blackbox",
+        help="tell what a flight record holds: the last steps before a fault",
+        description="Tell what the file holds that was written when a worker broke.",
+        allow_abbrev=False,
+    )
+    blackbox.add_argument("file", metavar="FILE")
+    blackbox.add_argument("--json", action="store_true", help="for programs")
+    blackbox.set_defaults(flags=_flags_of(blackbox))
+
+
 def _serve(args: argparse.Namespace) -> int:
     # Only now: these import aiohttp and numpy.
     from slipring.http.serve import run
@@ -236,6 +251,12 @@ def _chat(args: argparse.Namespace) -> int:
     from slipring.http.chat_terminal import chat
 
     return chat(args.url, args.model, args.api_key, args.system)
+
+
+def _blackbox(args: argparse.Namespace) -> int:
+    from slipring.http.blackbox import blackbox
+
+    return blackbox(args.file, args.json)
 
 
 def _doctor(args: argparse.Namespace) -> int:

@@ -29,6 +29,11 @@ def add_fault_flags(serve: argparse.ArgumentParser) -> None:
         help="a step that takes longer means that the worker hangs (default: %(default)g)",
     )
     group.add_argument(
+        "--flight-recorder-dir",
+        metavar="DIR",
+        help="where the last steps before a fault are written, for `slipring blackbox` (default: a temporary folder)",
+    )
+    group.add_argument(
         "--enable-fault-tolerance",
         action=argparse.BooleanOptionalAction,
         default=False,
@@ -49,6 +54,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
         "data_parallel_size": args.data_parallel_size,
         "on_fault": args.on_fault,
         "hang_limit_s": args.hang_limit,
+        "flight_recorder_dir": args.flight_recorder_dir,
         **_CONFIG,
         **(args.fault_tolerance_config or {}),
     }

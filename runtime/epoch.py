@@ -23,6 +23,8 @@ from slipring.shm.table import BatchTable
 from slipring.shm.wire import SlotKind, StepInputView, StepOutputView, StepShape
 
 SPIN_US = 50
+_HISTORY = 8
+"""Steps that the rings still hold when something breaks (the flight recorder reads them)."""
 _CONTROL_BYTES = 16384
 """Room that a slot of the output ring has at least, for a worker's error record."""
 
@@ -39,7 +41,7 @@ class Epoch:
             self.table = BatchTable(
                 self._keep(Segment.create("batch table", config.table_shape.nbytes)), config.table_shape
             )
-            slots, output_bytes = config.pipeline_depth + 2, max(shape.output_bytes, _CONTROL_BYTES)
+            slots, output_bytes = max(config.pipeline_depth + 2, _HISTORY), max(shape.output_bytes, _CONTROL_BYTES)
             self.steps = RingWriter(self._keep(create_ring("step ring", slots, shape.input_bytes, num_readers=1)))
             self.outputs = RingReader(self._keep(create_ring("output ring", slots, output_bytes, num_readers=1)))
             self._control_ring, self._reply_ring = (

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from slipring.runtime.config import ResolvedConfig
 from slipring.runtime.epoch import Epoch
+from slipring.runtime.flight_recorder import FlightRecorder
 from slipring.runtime.garbage import IdleCollector, NullCollector
 from slipring.runtime.readmission import known_tokens, num_scored, share_prefixes
 from slipring.runtime.restarts import RestartPolicy
@@ -76,6 +77,7 @@ class Replica:
         self._counters = Counters()
         self._restarts = RestartPolicy()
         self._suspects = Suspects()
+        self._recorder = FlightRecorder(config.user.flight_recorder_dir)
         self._collector: NullCollector | IdleCollector = NullCollector()
         self._started: asyncio.Future[wire.Ready] = self._loop.create_future()
         self._num_epochs = 0
@@ -348,6 +350,7 @@ class Replica:
             if not await loop.epoch.reaped(_REAP_S):
                 self._on(Event.UNREAPABLE)
                 return
+            self._record(loop)
             loop.salvage()
             self._search_guilty(loop.requests_in_flight())
             loop.close()
@@ -358,6 +361,12 @@ class Replica:
             await asyncio.sleep(delay_s)
             if self.step_loop is loop:
                 self._on(Event.AUTO_RECOVER)
+
+    def _record(self, loop: StepLoop) -> None:
+        assert loop.fault is not None
+        path = self._recorder.write(self.rank, loop, loop.fault)
+        told = f" (slipring blackbox {path})" if path is not None else ""
+        logger.error("replica %d, epoch %d: %s%s", self.rank, loop.epoch.number, loop.fault.reason, told)
 
     async def _start_epoch(self) -> None:
         """Make the next epoch, once nothing is left of the last one's worker."""

@@ -125,14 +125,17 @@ class Scheduler:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
+    def request_at(self, row: int, generation: int) -> Request | None:
+        """Whose admission this is; None when it has ended."""
+        return self._live.request_of[row] if self.table.generation[row] == generation else None
+
     def requests_in_flight(self) -> list[Request]:
         """Those that the steps in flight are computing, each once."""
         found: dict[int, Request] = {}
         for step in self._in_flight:
             rows, generations = step.view.rows[: step.num_rows], step.view.generation[: step.num_rows]
             for row, generation in zip(rows.tolist(), generations.tolist(), strict=True):
-                request = self._live.request_of[row]
-                if request is not None and self.table.generation[row] == generation:
+                if (request := self.request_at(row, generation)) is not None:
                     found[row] = request
         return list(found.values())
 
