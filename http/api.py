@@ -27,7 +27,7 @@ from slipring.http.openapi import document
 from slipring.http.record import record
 from slipring.http.reporter import Reporter
 from slipring.http.responses import Responses
-from slipring.http.routes import ROUTES, TABLE, Route, allowed_methods
+from slipring.http.routes import NOT_SERVED, ROUTES, TABLE, Route, allowed_methods
 from slipring.http.served import ServedModel
 from slipring.http.stream import FrameStream
 
@@ -161,7 +161,8 @@ class Api:
         if route is None or route.needs_key:
             self._keys.check(request)
         if not routes:
-            raise ApiError(404, f"There is no {request.path[:200]!r} here.", code="not_found")
+            reason = NOT_SERVED.get(request.path, f"There is no {request.path[:200]!r} here.")
+            raise ApiError(404, reason, code="not_found")
         if route is None:
             allow = allowed_methods(routes)
             message = f"{request.method[:20]} is not allowed on {request.path[:200]!r}; allowed: {allow}."

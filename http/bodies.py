@@ -50,19 +50,21 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     user: str | None = None
+    prompt_logprobs: int | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     # Known, and refused while they are not supported: silently ignoring them would give a wrong answer.
-    prompt_logprobs: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
-    truncate_prompt_tokens: Any = None
-    use_beam_search: Any = None
-    return_token_ids: Any = None
-    return_tokens_as_token_ids: Any = None
 
 
 class CompletionBody(SamplingBody, kw_only=True):
@@ -71,6 +73,19 @@ class CompletionBody(SamplingBody, kw_only=True):
     suffix: str | None = None
     prompt_embeds: Any = None
     response_format: Any = None
+
+
+class EmbeddingBody(msgspec.Struct, kw_only=True):
+    input: str | list[int | str | list[int]] | None = None
+    model: str | None = None
+    encoding_format: str | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
 
 
 class ContentPart(msgspec.Struct):

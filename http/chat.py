@@ -8,15 +8,16 @@ from typing import Any
 
 from slipring.http import conversation
 from slipring.http.bodies import ChatBody, decode
-from slipring.http.choices import ChoicesStyle
+from slipring.http.choices import ChoicesStyle, prompt_details, writer_of
 from slipring.http.completions import check_response_format
 from slipring.http.errors import bad_request
 from slipring.http.exchange import ApiRequest, ApiResponse
 from slipring.http.frames import ChatRenderer, EventRenderer
-from slipring.http.generation import Flights, Plan, Prompt, answer
+from slipring.http.generation import Flights, Plan, answer
 from slipring.http.parsed_frames import ParsedChatRenderer, message_fields
 from slipring.http.placement import placement
-from slipring.http.reply import Choice, Usage
+from slipring.http.prompts import Prompt, cut_of
+from slipring.http.reply import Choice, ReplyHead, Usage
 from slipring.http.sampling import check_logprobs, check_max_tokens, check_min_tokens
 from slipring.http.served import ServedModel
 from slipring.http.tool_grammar import compile_calls
@@ -33,13 +34,22 @@ class ChatStyle(ChoicesStyle):
             message = message_fields(parser.read(choice), choice.echo)
             finish_reason = parser.finish_reason(choice.finish_reason)
             parser.tell_usage(usage, index)
-        return {
+        found: dict[str, Any] = {
             "index": index,
             "message": {"role": "assistant", **message, "refusal": None},
-            "logprobs": model.logprobs.chat(choice.logprobs) if plan.logprobs >= 0 else None,
+            "logprobs": writer_of(model, plan).chat(choice.logprobs) if plan.logprobs >= 0 else None,
             "finish_reason": finish_reason,
             "stop_reason": choice.stop_reason,
         }
+        if plan.body.return_token_ids:
+            found["token_ids"] = choice.token_ids
+        return found
+
+    def reply(
+        self, model: ServedModel, plan: Plan, head: ReplyHead, choices: list[Choice], usage: Usage
+    ) -> dict[str, Any]:
+        whole = super().reply(model, plan, head, choices, usage)
+        return whole | prompt_details(model, plan, plan.prompts[0], choices[0])
 
     def renderer(self, plan: Plan) -> Callable[..., EventRenderer]:
         return ChatRenderer if plan.output.plain else partial(ParsedChatRenderer, form=plan.output)
@@ -64,14 +74,18 @@ async def plan_chat(model: ServedModel, body: ChatBody, size: int) -> Plan:
     model.check_name(body.model)
     model.rules.check(body)
     max_tokens, logprobs = _max_tokens(body), _logprobs(body)
+    echo = conversation.prefill(body.messages) if body.echo and body.messages else ""
     check_min_tokens(body, max_tokens)
     check_response_format(body.response_format)
     use = check_tools(body)
-    text, token_ids = await _encode(model, body, use, size)
-    echo = conversation.prefill(body.messages) if body.echo else ""
+    cut = cut_of(model, body.truncate_prompt_tokens, body.truncation_side, "left", max_tokens or 1)
+    text, token_ids = await _encode(model, body, use, size, may_be_long=cut is not None)
+    prompt = Prompt(token_ids if cut is None else cut.apply(token_ids), echo)
     output = model.output.form(use, text)
     grammar = await compile_calls(model.engine, use, output) if use is not None and use.forced else None
-    return Plan(body, [Prompt(token_ids, echo)], "messages", max_tokens, logprobs, output, grammar)
+    bad_words = await model.bad_words(body.bad_words or [])
+    scores = -1 if body.prompt_logprobs is None else body.prompt_logprobs
+    return Plan(body, [prompt], "messages", max_tokens, logprobs, output, grammar, bad_words, scores)
 
 
 async def encode_prompt(model: ServedModel, body: ChatBody, size: int) -> list[int]:
@@ -79,10 +93,12 @@ async def encode_prompt(model: ServedModel, body: ChatBody, size: int) -> list[i
     return (await _encode(model, body, check_tools(body), size))[1]
 
 
-async def _encode(model: ServedModel, body: ChatBody, use: ToolUse | None, size: int) -> tuple[str, list[int]]:
+async def _encode(
+    model: ServedModel, body: ChatBody, use: ToolUse | None, size: int, may_be_long: bool = False
+) -> tuple[str, list[int]]:
     tools = None if use is None else use.tools
     parts = await model.engine.text_work(size, conversation.render, model.engine, body, tools)
-    return "".join(parts), await model.encode_parts(parts, bool(body.add_special_tokens))
+    return "".join(parts), await model.encode_parts(parts, bool(body.add_special_tokens), may_be_long)
 
 
 def _max_tokens(body: ChatBody) -> int | None:

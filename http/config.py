@@ -6,6 +6,7 @@ import msgspec
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
+MAX_BAD_WORDS = 512
 MAX_CHOICES = 128
 """Most completions of one prompt (`n`)."""
 MAX_PROMPTS = 2048

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from slipring.http.errors import ApiError
-from slipring.http.logprobs import LogprobWriter, TextOffset
+from slipring.http.logprobs import LogprobWriter, TextOffset, TokenIds
 from slipring.http.reply import ReplyHead, Usage
 from slipring.runtime.request import Delta, TokenLogprob
 
@@ -34,10 +35,23 @@ def json_string(text: str) -> bytes:
         return orjson.dumps(text.encode("utf-8", "replace").decode())
 
 
+@dataclass(frozen=True, slots=True)
+class TokenDetails:
+    """What a stream tells of tokens beside their text."""
+
+    prompts: list[TokenIds]
+    """Of each choice."""
+    ids: bool
+    """Ids of the prompt and of what is generated."""
+    num_top: int
+    """Alternatives of each token of a prompt that is echoed with its log-probabilities."""
+
+
 class EventRenderer(ABC):
     """What chat and completion streams share."""
 
     object_name: str
+    details: TokenDetails | None = None
 
     def __init__(
         self,
@@ -69,10 +83,10 @@ class EventRenderer(ABC):
             first, text = self._first(index), self._echo[index] + text
         if delta.finish_reason is not None:
             return first + self._last(index, text, delta)
-        if not text and not delta.logprobs:
+        if not text and not delta.logprobs and self.details is None:
             return first
         begin = first + self._before[index] + json_string(text)
-        if delta.logprobs is None and not self._usage_in_every:
+        if delta.logprobs is None and not self._usage_in_every and self.details is None:
             return begin + self._plain_end
         return begin + self._middle(self._logprobs_of(delta)) + self._close()
 
@@ -108,7 +122,17 @@ class EventRenderer(ABC):
         return b',"usage":' + orjson.dumps(self._usage.fields()) + b"}\n\n"
 
     def _logprobs_of(self, delta: Delta) -> bytes:
-        return b"null" if not delta.logprobs else orjson.dumps(self._named(delta.index, delta.logprobs))
+        """And what else a chunk tells of its tokens, behind them."""
+        found = b"null" if not delta.logprobs else orjson.dumps(self._named(delta.index, delta.logprobs))
+        return found if self.details is None or not self.details.ids else found + self._ids_of(delta)
+
+    def _ids_of(self, delta: Delta) -> bytes:
+        return b',"token_ids":' + orjson.dumps(list(delta.token_ids))
+
+    def _prompt_ids(self, index: int) -> bytes:
+        if self.details is None or not self.details.ids:
+            return b""
+        return b',"prompt_token_ids":' + orjson.dumps(list(map(int, self.details.prompts[index])))
 
     # Where the two differ.
 
@@ -138,7 +162,7 @@ class ChatRenderer(EventRenderer):
 
     def _first(self, index: int) -> bytes:
         choice = b',"choices":[{"index":%d,"delta":{"role":"assistant","content":""' % index
-        return b"data: " + self._head + choice + self._middle(b"null") + self._close()
+        return b"data: " + self._head + choice + self._middle(b"null") + self._prompt_ids(index) + self._close()
 
     def _named(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         return self._logprobs.chat(entries)
@@ -146,6 +170,12 @@ class ChatRenderer(EventRenderer):
 
 class CompletionRenderer(EventRenderer):
     object_name = "text_completion"
+    _told: set[int]
+    """Choices whose first piece is out."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._told = set()
     _after_text = b',"logprobs":'
     _plain_end = b',"logprobs":null,"finish_reason":null}]}\n\n'
 
@@ -157,3 +187,19 @@ class CompletionRenderer(EventRenderer):
 
     def _named(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         return self._logprobs.completion(entries, self._offsets[index])
+
+    def _logprobs_of(self, delta: Delta) -> bytes:
+        if self.details is None or delta.index in self._told:
+            return super()._logprobs_of(delta)
+        self._told.add(delta.index)
+        found = self._with_prompt(delta, self.details)
+        return found + self._prompt_ids(delta.index) + (self._ids_of(delta) if self.details.ids else b"")
+
+    def _with_prompt(self, delta: Delta, details: TokenDetails) -> bytes:
+        """Log-probabilities of a choice's first piece, behind those of the prompt that it echoes."""
+        if delta.prompt_logprobs is None:
+            return b"null" if not delta.logprobs else orjson.dumps(self._named(delta.index, delta.logprobs))
+        prompt, echo = details.prompts[delta.index], self._echo[delta.index]
+        echoed = self._logprobs.echoed(prompt, echo, delta.prompt_logprobs, details.num_top)
+        found = self._named(delta.index, delta.logprobs or ())
+        return orjson.dumps({name: echoed[name] + found[name] for name in found})

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+import msgspec
 
 from slipring.http.bodies import SamplingBody
 from slipring.http.call_limit import CallLimit
@@ -19,6 +18,7 @@ from slipring.http.errors import from_engine
 from slipring.http.exchange import ApiResponse
 from slipring.http.output_form import PLAIN, OutputForm
 from slipring.http.placement import Placement
+from slipring.http.prompts import Prompt
 from slipring.http.reply import Choice, Collector, ReplyHead, Usage, Work
 from slipring.http.sampling import stop_strings
 from slipring.http.served import ServedModel
@@ -27,12 +27,8 @@ from slipring.http.tools import MANY
 from slipring.runtime.grammar import Grammar
 from slipring.runtime.request import Delta, EngineError, GenerationRequest
 
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    token_ids: Sequence[int] | NDArray[np.int64]
-    echo: str = ""
-    """Text that comes before what is generated."""
+_SIZE_OF_A_SCORE = 6
+"""What one alternative of one prompt token takes to write, in characters of text work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +46,22 @@ class Plan:
     """How the answers are taken apart."""
     grammar: Grammar | None = None
     """What they must match."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    scores: int = -1
+    """Alternatives to report for the prompt's tokens; -1: none."""
 
     @property
     def n(self) -> int:
         return 1 if self.body.n is None else self.body.n
+
+    @property
+    def best_of(self) -> int:
+        """Completions that are generated for each prompt, of which the `n` best are told."""
+        return self.body.best_of or self.n
+
+    def prompt_of(self, index: int) -> Prompt:
+        """The prompt of a choice."""
+        return self.prompts[index // self.n]
 
     @property
     def echo(self) -> list[str]:
@@ -99,27 +107,47 @@ class Flights:
 class Generation:
     """The engine requests behind one answer."""
 
-    def __init__(self, model: ServedModel, plan: Plan, reply_id: str, place: Placement) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        requests: Sequence[GenerationRequest],
+        param: str,
+        num_choices: int,
+        limits_calls: OutputForm | None = None,
+    ) -> None:
+        """`num_choices`: completions that are waited for; without requests each ends at once.
+
+        limits_calls: ends completions that have made as many tool calls as they may.
+        """
+        self._limits_calls = limits_calls if requests else None
         self._engine = model.engine
-        self._plan = plan
-        self._requests = list(_requests(model, plan, reply_id, place))
+        self._requests = requests
+        self._param = param
+        self._num_choices = num_choices
+
+    @classmethod
+    def of(cls, model: ServedModel, plan: Plan, reply_id: str, place: Placement) -> Generation:
+        """Raises ApiError when a prompt leaves no room."""
+        requests = list(_requests(model, plan, reply_id, place))
+        output = plan.output
+        limited = output.tools is not None and output.limit < MANY and plan.grammar is None
+        return cls(model, requests, plan.param, len(plan.prompts) * plan.best_of, output if limited else None)
 
     def start(self, push: Callable[[Delta], None]) -> None:
         """Raises ApiError; then nothing is left running."""
-        output = self._plan.output
-        if output.tools is not None and output.limit < MANY and self._plan.grammar is None:
-            push = CallLimit(output, self._plan.n, push, self.cancel).push
+        if self._limits_calls is not None:
+            push = CallLimit(self._limits_calls, self._requests[0].n, push, self.cancel).push
         try:
             for position, request in enumerate(self._requests):
-                self._engine.submit(request, _sink(position * self._plan.n, push))
+                self._engine.submit(request, _sink(position * request.n, push))
         except EngineError as error:
             self.cancel()
-            raise from_engine(error, self._plan.param) from None
+            raise from_engine(error, self._param) from None
         except BaseException:
             self.cancel()
             raise
         if not self._requests:
-            for index in range(len(self._plan.prompts) * self._plan.n):
+            for index in range(self._num_choices):
                 push(Delta(index=index, finish_reason="length"))
 
     def cancel(self) -> None:
@@ -142,22 +170,47 @@ def _sink(base: int, push: Callable[[Delta], None]) -> Callable[[Delta], None]:
 async def answer(
     model: ServedModel, flights: Flights, head: ReplyHead, plan: Plan, style: Style, place: Placement
 ) -> ApiResponse:
-    model.check_choices(len(plan.prompts) * plan.n, sum(len(prompt.token_ids) for prompt in plan.prompts) * plan.n)
-    generation = Generation(model, plan, head.id, place)
-    usage = Usage([len(prompt.token_ids) for prompt in plan.prompts], plan.n)
+    each, lengths = plan.best_of, [len(prompt.token_ids) for prompt in plan.prompts]
+    model.check_choices(len(lengths) * each, sum(lengths) * each)
+    generation = Generation.of(model, plan, head.id, place)
+    usage = Usage(lengths, each)
     if plan.body.stream:
         stream = FrameStream(style.frames(model, plan, head, usage), len(plan.echo), generation.cancel)
         generation.start(stream.push)
         flights.track(stream)
         response = ApiResponse.events(stream)
     else:
-        choices = await _collect(flights, generation, Collector(plan.echo, usage))
-        response = ApiResponse.json(style.reply(model, plan, head, choices, usage))
+        response = ApiResponse.json(await _whole(model, flights, generation, head, plan, style, usage))
     response.work = Work(head, plan.body, plan.max_tokens, usage)
     return response
 
 
-async def _collect(flights: Flights, generation: Generation, collector: Collector) -> list[Choice]:
+async def _whole(
+    model: ServedModel,
+    flights: Flights,
+    generation: Generation,
+    head: ReplyHead,
+    plan: Plan,
+    style: Style,
+    usage: Usage,
+) -> dict[str, Any]:
+    """The body of an answer that is sent at once."""
+    echo = [prompt.echo for prompt in plan.prompts for _ in range(plan.best_of)]
+    choices = _best(await collect(flights, generation, Collector(echo, usage)), plan.best_of, plan.n)
+    # A long prompt's log-probabilities are too much for the loop.
+    size = usage.num_prompt * (1 + plan.scores) * _SIZE_OF_A_SCORE
+    return await model.engine.text_work(size, style.reply, model, plan, head, choices, usage)
+
+
+def _best(choices: list[Choice], each: int, n: int) -> list[Choice]:
+    """Of each prompt's completions the `n` likeliest by token, best first."""
+    if each == n:
+        return choices
+    groups = [choices[begin : begin + each] for begin in range(0, len(choices), each)]
+    return [choice for group in groups for choice in sorted(group, key=lambda c: -c.mean_logprob)[:n]]
+
+
+async def collect(flights: Flights, generation: Generation, collector: Collector) -> list[Choice]:
     generation.start(collector.push)
     flights.track(collector)
     try:
@@ -171,20 +224,24 @@ async def _collect(flights: Flights, generation: Generation, collector: Collecto
 
 def _requests(model: ServedModel, plan: Plan, reply_id: str, place: Placement) -> Iterable[GenerationRequest]:
     body = plan.body
-    if plan.max_tokens == 0:
-        for prompt in plan.prompts:
-            model.room(len(prompt.token_ids), plan.param, least=0)
+    least = 0 if plan.max_tokens == 0 else 1
+    rooms = [model.room(len(prompt.token_ids), plan.param, least) for prompt in plan.prompts]
+    if plan.max_tokens == 0 and plan.scores < 0:
         return
-    for prompt in plan.prompts:
-        room = model.room(len(prompt.token_ids), plan.param)
+    for prompt, room in zip(plan.prompts, rooms, strict=True):
         max_tokens = room if plan.max_tokens is None else min(plan.max_tokens, room)
         # Unseeded prompts of a batch draw one seed each, or equal prompts would get equal answers.
         seed = model.engine.draw_seed() if body.seed is None else body.seed
         yield GenerationRequest(
             request_id=model.engine_id(reply_id),
             prompt_token_ids=prompt.token_ids,
-            params=model.rules.params(body, max_tokens, plan.logprobs, seed),
-            n=plan.n,
+            params=msgspec.structs.replace(
+                model.rules.params(body, max_tokens, seed),
+                logprobs=plan.logprobs if plan.best_of == plan.n else max(0, plan.logprobs),
+                bad_words=plan.bad_words,
+                prompt_logprobs=plan.scores,
+            ),
+            n=plan.best_of,
             stop=stop_strings(body),
             include_stop_str_in_output=bool(body.include_stop_str_in_output),
             skip_special_tokens=_skips_special_tokens(plan),

@@ -10,12 +10,18 @@ from codecs import utf_8_decode
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from slipring.runtime.request import TokenLogprob
 
 if TYPE_CHECKING:
-    from slipring.runtime.engine import Engine
+    from slipring.runtime.prompt_logprobs import PromptLogprobs
+    from slipring.runtime.tokenizer import Tokenizer
 
 FLOOR = -9999.0
+
+TokenIds = Sequence[int] | NDArray[np.int64]
 
 
 def finite(logprob: float) -> float:
@@ -42,13 +48,14 @@ class TextOffset:
 
 
 class LogprobWriter:
-    """Names tokens for one model."""
+    """Names tokens for one model, by their text or (`by_id`) as `token_id:N`, which tells all of them apart."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._tokenizer = engine.tokenizer
+    def __init__(self, tokenizer: Tokenizer, by_id: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._by_id = by_id
 
     def text(self, token_id: int) -> str:
-        return self._tokenizer.token_text(token_id)
+        return f"token_id:{token_id}" if self._by_id else self._tokenizer.token_text(token_id)
 
     def chat(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         content = [
@@ -65,6 +72,35 @@ class LogprobWriter:
             "top_logprobs": [self._alternatives(e) for e in entries],
             "text_offset": [offset.take(self._tokenizer.token_bytes(e.token_id)) for e in entries],
         }
+
+    def echoed(
+        self, token_ids: TokenIds, echo: str, scores: PromptLogprobs, num_top: int
+    ) -> dict[str, list[Any]]:
+        """As `completion`, for a prompt that is echoed as the text `echo`; its first token follows nothing."""
+        entries = scores.entries(token_ids, num_top)
+        ids = np.asarray(token_ids).tolist()
+        texts = [self._tokenizer.token_bytes(token_id) for token_id in ids]
+        # Tokens that the tokenizer put in front are in no text.
+        offset = TextOffset(len(echo) - len(b"".join(texts).decode("utf-8", "replace")))
+        return {
+            "tokens": [self.text(token_id) for token_id in ids],
+            "token_logprobs": [None, *(finite(e.logprob) for e in entries)],
+            "top_logprobs": [None, *(self._alternatives(e) for e in entries)],
+            "text_offset": [max(0, offset.take(text)) for text in texts],
+        }
+
+    def prompt(self, token_ids: TokenIds, scores: PromptLogprobs, num_top: int) -> list[dict[str, Any] | None]:
+        """vLLM's `prompt_logprobs`: for each token an object by token id, itself first; null for the first."""
+        return [None, *(self._by_token(entry) for entry in scores.entries(token_ids, num_top))]
+
+    def _by_token(self, entry: TokenLogprob) -> dict[str, Any]:
+        ranked = [(entry.token_id, entry.logprob, entry.rank)]
+        ranked += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1)]
+        found: dict[str, Any] = {}
+        for token_id, logprob, rank in ranked:
+            named = {"logprob": finite(logprob), "rank": rank, "decoded_token": self._tokenizer.token_text(token_id)}
+            found.setdefault(str(token_id), named)
+        return found
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = list(self._tokenizer.token_bytes(token_id))

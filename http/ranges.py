@@ -37,6 +37,9 @@ class Range:
 
 RANGES = {
     "n": Range(1, MAX_CHOICES),
+    "best_of": Range(1, MAX_CHOICES),
+    "truncate_prompt_tokens": Range(-1),
+    "dimensions": Range(1),
     "temperature": Range(0, 2),
     "top_p": Range(0, 1, open_below=True),
     "top_k": Range(-1),
@@ -51,6 +54,7 @@ RANGES = {
     "max_tokens": Range(0),
     "max_completion_tokens": Range(1),
     "logprobs": Range(0, MAX_LOGPROBS),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS),
     "top_logprobs": Range(0, MAX_LOGPROBS),
 }
 """By field, in whatever body it stands."""

@@ -11,8 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from slipring.http.bodies import SamplingBody
 from slipring.http.errors import ApiError
+from slipring.runtime.prompt_logprobs import PromptLogprobs
 from slipring.runtime.request import Delta, Timing, TokenLogprob
 
 
@@ -99,6 +103,13 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    embedding: NDArray[np.float32] | None = None
+
+    @property
+    def mean_logprob(self) -> float:
+        """By token, under the model's raw distribution; needs `logprobs`."""
+        return sum(entry.logprob for entry in self.logprobs) / max(1, len(self.logprobs))
 
     @property
     def text(self) -> str:
@@ -142,8 +153,11 @@ class Collector:
         choice.token_ids.extend(delta.token_ids)
         choice.sizes.append(len(delta.token_ids))
         choice.logprobs.extend(delta.logprobs or ())
+        if delta.prompt_logprobs is not None:
+            choice.prompt_logprobs = delta.prompt_logprobs
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+            choice.embedding = delta.embedding
             self._num_open -= 1
             if self._num_open == 0:
                 self._end()

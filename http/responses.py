@@ -62,7 +62,7 @@ class ResponseStyle:
         self._items = items
 
     def begun(self, model: ServedModel, plan: Plan, head: ReplyHead) -> dict[str, Any]:
-        params = model.rules.params(plan.body, 1, -1, 0)
+        params = model.rules.params(plan.body, 1, 0)
         return response_object(head, self._body, params, stored=self._service.keeps(self._body))
 
     def reply(
@@ -184,7 +184,7 @@ class Responses:
     ) -> ApiResponse:
         usage = Usage([len(prompt.token_ids) for prompt in plan.prompts], plan.n)
         collector = Collector(plan.echo, usage)
-        generation = Generation(model, plan, head.id, place)
+        generation = Generation.of(model, plan, head.id, place)
         generation.start(collector.push)
         flights.track(collector)
         begun = style.begun(model, plan, head)

@@ -15,9 +15,19 @@ from urllib.parse import unquote
 import msgspec
 
 from slipring.http import admin, fault_tolerance, health, messages, models, tokens
-from slipring.http.bodies import AbortBody, ChatBody, CompletionBody, DetokenizeBody, Invocation, TokenizeBody, decode
+from slipring.http.bodies import (
+    AbortBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    Invocation,
+    TokenizeBody,
+    decode,
+)
 from slipring.http.chat import create_chat_completion
 from slipring.http.completions import create_completion
+from slipring.http.embeddings import create_embeddings
 from slipring.http.errors import OPENAI_ERRORS, ErrorStyle, not_ready
 from slipring.http.exchange import JSON, ApiRequest, ApiResponse
 from slipring.http.item_page import DEFAULT_LIMIT, MAX_LIMIT, Page
@@ -147,6 +157,10 @@ async def _cancel_response(api: Api, request: ApiRequest, response_id: str) -> A
 
 async def _input_items(api: Api, request: ApiRequest, response_id: str) -> ApiResponse:
     return api.responses.input_items(response_id, Page.parse(request.query))
+
+
+async def _embeddings(api: Api, request: ApiRequest, _: str) -> ApiResponse:
+    return await create_embeddings(served(api), api.flights, request)
 
 
 async def _tokenize(api: Api, request: ApiRequest, _: str) -> ApiResponse:
@@ -295,6 +309,10 @@ ROUTES = (
         "GET", "/v1/responses/{id}/input_items", _input_items, "What a response has read",
         query=_PAGE_QUERY, statuses=(400, 404),
     ),
+    Route(
+        "POST", "/v1/embeddings", _embeddings, "Texts as vectors",
+        body=EmbeddingBody, statuses=GENERATES,
+    ),
     Route("POST", "/tokenize", _tokenize, "Token ids of a text", body=TokenizeBody, statuses=(404,)),
     Route("POST", "/detokenize", _detokenize, "Text of token ids", body=DetokenizeBody, statuses=(404,)),
     Route(
@@ -315,3 +333,10 @@ ROUTES = (
 )  # fmt: skip
 
 TABLE = RouteTable(ROUTES)
+
+NOT_SERVED: dict[str, str] = dict.fromkeys(
+    ("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/classify", "/pooling"),
+    "A generating model does not score, rank or classify texts; it continues them (/v1/completions), answers "
+    "(/v1/chat/completions) and turns them into vectors (/v1/embeddings), whose dot product says how alike they are.",
+)
+"""Paths that other servers have, and why there is nothing here."""

@@ -19,6 +19,7 @@ from slipring.http.bodies import SamplingBody
 from slipring.http.errors import ApiError, bad_request
 from slipring.http.ranges import Range, check_range
 from slipring.runtime.request import (
+    MAX_ALLOWED_TOKEN_IDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
     SamplingDefaults,
@@ -33,10 +34,10 @@ logger = logging.getLogger(__name__)
 _BIAS = Range(-100, 100)
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields that a request and a model's recommendation share."""
+_RANGED = ("presence_penalty", "frequency_penalty", "seed", "priority", "min_tokens", "prompt_logprobs")
 _UNSUPPORTED = (
-    "prompt_logprobs", "bad_words", "allowed_token_ids", "structured_outputs", "guided_json", "guided_regex",
-    "guided_choice", "guided_grammar", "truncate_prompt_tokens", "use_beam_search", "return_token_ids",
-    "return_tokens_as_token_ids", "prompt_embeds",
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "use_beam_search",
+    "prompt_embeds",
 )  # fmt: skip
 
 
@@ -48,8 +49,8 @@ class SamplingRules:
         self._eos = engine.spec.eos_token_ids
         self._vocab_size = engine.spec.vocab_size
 
-    def params(self, body: SamplingBody, max_tokens: int, logprobs: int, seed: int) -> SamplingParams:
-        """`max_tokens` is already cut to the context, `seed` already drawn."""
+    def params(self, body: SamplingBody, max_tokens: int, seed: int) -> SamplingParams:
+        """What follows from the body alone; `max_tokens` is already cut to the context, `seed` already drawn."""
         defaults = self._defaults
         return SamplingParams(
             max_tokens=max_tokens,
@@ -65,21 +66,22 @@ class SamplingRules:
             min_tokens=min(body.min_tokens or 0, max_tokens),
             stop_token_ids=self._stop_token_ids(body),
             logit_bias=self._logit_bias(body.logit_bias or {}),
-            logprobs=logprobs,
+            allowed_token_ids=self._allowed_token_ids(body),
         )
 
     def check(self, body: SamplingBody) -> None:
         """Everything that can be said before the prompt is looked at."""
         _refuse_unsupported(body)
-        for name in ("n", *_RECOMMENDED, "presence_penalty", "frequency_penalty", "seed", "priority", "min_tokens"):
+        for name in ("n", "best_of", *_RECOMMENDED, *_RANGED):
             check_range(name, getattr(body, name))
         _check_best_of(body)
         _check_stream_options(body)
         stop_strings(body)
         self._logit_bias(body.logit_bias or {})
         self._stop_token_ids(body)
-        if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= limits.MAX_STOP_BYTES:
-            raise bad_request(f"`cache_salt` must have 1 to {limits.MAX_STOP_BYTES} characters.", "cache_salt")
+        self._allowed_token_ids(body)
+        _check_bad_words(body)
+        check_salt(body.cache_salt)
 
     def _stop_token_ids(self, body: SamplingBody) -> tuple[int, ...]:
         ids = body.stop_token_ids or []
@@ -89,6 +91,14 @@ class SamplingRules:
             raise bad_request(f"`stop_token_ids` may hold at most {most} ids, got {len(ids)}.", "stop_token_ids")
         self.check_ids(ids, "stop_token_ids")
         return tuple(dict.fromkeys((*ids, *eos)))
+
+    def _allowed_token_ids(self, body: SamplingBody) -> tuple[int, ...]:
+        ids = body.allowed_token_ids or []
+        if len(ids) > MAX_ALLOWED_TOKEN_IDS:
+            message = f"`allowed_token_ids` may hold at most {MAX_ALLOWED_TOKEN_IDS} ids, got {len(ids)}."
+            raise bad_request(message, "allowed_token_ids")
+        self.check_ids(ids, "allowed_token_ids")
+        return tuple(dict.fromkeys(ids))
 
     def _logit_bias(self, bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
         if len(bias) > MAX_LOGIT_BIAS:
@@ -145,6 +155,11 @@ def stop_strings(body: SamplingBody) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def check_salt(salt: str | None) -> None:
+    if salt is not None and not 1 <= len(salt) <= limits.MAX_STOP_BYTES:
+        raise bad_request(f"`cache_salt` must have 1 to {limits.MAX_STOP_BYTES} characters.", "cache_salt")
+
+
 def check_logprobs(value: int | None, param: str) -> None:
     check_range(param, value)
 
@@ -167,14 +182,35 @@ def _refuse_unsupported(body: SamplingBody) -> None:
     for name in _UNSUPPORTED:
         if is_set(getattr(body, name, None)):
             raise bad_request(f"`{name}` is not supported yet; leave it out.", name, "unsupported_parameter")
+    if body.length_penalty is not None and body.length_penalty != 1:
+        message = "`length_penalty` belongs to beam search, which is not supported; leave it out."
+        raise bad_request(message, "length_penalty", "unsupported_parameter")
 
 
 def _check_best_of(body: SamplingBody) -> None:
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise bad_request("`best_of` other than `n` is not supported yet; leave it out.", "best_of")
+    n = body.n or 1
+    if body.best_of is None or body.best_of == n:
+        return
+    if body.best_of < n:
+        raise bad_request(f"`best_of` must be at least `n` ({n}), got {body.best_of}.", "best_of")
+    if body.stream:
+        raise bad_request("`best_of` above `n` cannot be streamed: the best are only known at the end.", "best_of")
+
+
+def _check_bad_words(body: SamplingBody) -> None:
+    words = body.bad_words or []
+    if len(words) > limits.MAX_BAD_WORDS:
+        raise bad_request(f"`bad_words` may hold at most {limits.MAX_BAD_WORDS} words, got {len(words)}.", "bad_words")
+    for word in words:
+        if not word.strip():
+            raise bad_request("`bad_words` must not hold an empty word.", "bad_words")
+        if len(word.encode("utf-8", "replace")) > limits.MAX_STOP_BYTES:
+            raise bad_request(f"Each of `bad_words` may have at most {limits.MAX_STOP_BYTES} bytes.", "bad_words")
 
 
 def _check_stream_options(body: SamplingBody) -> None:
+    if body.prompt_logprobs is not None and body.stream:
+        raise bad_request("`prompt_logprobs` cannot be streamed.", "prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise bad_request("`stream_options` is only allowed together with `stream: true`.", "stream_options")
 

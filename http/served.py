@@ -14,7 +14,7 @@ from slipring.http.logprobs import LogprobWriter
 from slipring.http.output_form import OutputRules
 from slipring.http.reply import ReplyHead
 from slipring.http.sampling import SamplingRules
-from slipring.runtime.request import EngineError
+from slipring.runtime.request import MAX_BAD_WORD_TOKENS, EngineError
 
 if TYPE_CHECKING:
     from slipring.runtime.engine import Engine
@@ -28,7 +28,8 @@ class ServedModel:
         self.names = config.served_model_names
         self.created = int(time.time())
         self.rules = SamplingRules(engine)
-        self.logprobs = LogprobWriter(engine)
+        self.logprobs = LogprobWriter(engine.tokenizer)
+        self.logprobs_by_id = LogprobWriter(engine.tokenizer, by_id=True)
         self.output = OutputRules(engine, config.tool_call_parser, config.reasoning_parser)
         identity = f"{engine.spec.name} {engine.spec.path} {engine.spec.dtype}"
         self.fingerprint = f"slipring-{VERSION}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"
@@ -59,15 +60,31 @@ class ServedModel:
         except EngineError as error:
             raise from_engine(error, param) from None
 
-    async def encode_parts(self, parts: list[str], add_special_tokens: bool) -> list[int]:
+    async def encode_parts(self, parts: list[str], add_special_tokens: bool, may_be_long: bool = False) -> list[int]:
         """Ids of a rendered conversation (`ChatTemplate.render_parts`). Templates write the special tokens
-        themselves. Raises ApiError (400) when its size alone says that it cannot fit."""
-        self.check_length("".join(parts), "messages")
+        themselves. Raises ApiError (400) when its size alone says that it cannot fit, unless it is cut afterwards."""
+        if not may_be_long:
+            self.check_length("".join(parts), "messages")
         token_ids = await self.engine.encode(parts[0], add_special_tokens)
         if len(parts) > 1:
             found = await self.engine.encode_many(parts[1:], add_special_tokens=False)
             token_ids = [*token_ids, *chain.from_iterable(found)]
         return token_ids
+
+    async def bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that write these words, at the beginning of a text and behind a space.
+
+        Raises ApiError (400) when they are too many.
+        """
+        if not words:
+            return ()
+        spellings = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
+        found = await self.engine.encode_many(spellings, add_special_tokens=False)
+        sequences = tuple(dict.fromkeys(tuple(ids) for ids in found if ids))
+        if (count := sum(map(len, sequences)) + len(sequences)) > MAX_BAD_WORD_TOKENS:
+            message = f"`bad_words` are {count} tokens in all their spellings, and at most {MAX_BAD_WORD_TOKENS} fit."
+            raise bad_request(message, "bad_words")
+        return sequences
 
     def check_choices(self, count: int, num_tokens: int = 0) -> None:
         """Raises ApiError (400) for more completions, or prompt tokens, in one request than may ever wait."""

@@ -180,6 +180,7 @@ def _own_copy(delta: Delta) -> Delta:
         finish_reason=delta.finish_reason,
         stop_reason=delta.stop_reason,
         num_cached_tokens=delta.num_cached_tokens,
+        prompt_logprobs=delta.prompt_logprobs,
         timing=delta.timing,
     )
 

@@ -10,10 +10,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from slipring.runtime.chat_template import ChatTemplate
 from slipring.runtime.engine import Health, HealthState
 from slipring.runtime.grammar import Grammar, GrammarCompiler, GrammarSpec
 from slipring.runtime.metrics import Metrics, Stats
+from slipring.runtime.prompt_logprobs import PromptLogprobs
 from slipring.runtime.request import Delta, GenerationRequest, Sink, TokenLogprob
 from slipring.shm.spec import ModelSpec, SamplingDefaults
 
@@ -148,6 +151,9 @@ class EngineDouble:
         if sink is None:
             return
         assert self.script is not None
+        if request.params.max_tokens == 0:
+            self._answer_prompt(request, sink)
+            return
         data = self.script.encode()[: request.params.max_tokens]
         reason = "length" if len(data) == request.params.max_tokens else "stop"
         wants = request.params.logprobs
@@ -159,14 +165,37 @@ class EngineDouble:
                 top = tuple((byte - i, -0.5 - i) for i in range(wants))
                 entries = [TokenLogprob(byte, -0.5, 1, top)] if wants >= 0 else None
                 sink(Delta(index=index, text=chr(byte), token_ids=(byte,), logprobs=entries,
+                           prompt_logprobs=None if position else scores_of(request),
                            finish_reason=reason if last else None))  # fmt: skip
         self.sinks.pop(request.request_id, None)
+
+
+    def _answer_prompt(self, request: GenerationRequest, sink: Sink) -> None:
+        """What is asked of the prompt alone: log-probabilities, or its first ids as a hidden state."""
+        embedding = None
+        if request.params.embedding_size:
+            embedding = np.array([*request.prompt_token_ids, 0, 0, 0][:4], np.float32)
+        for index in range(request.n):
+            sink(Delta(index=index, finish_reason="length", embedding=embedding, prompt_logprobs=scores_of(request)))
+        self.sinks.pop(request.request_id, None)
+
+
+def scores_of(request: GenerationRequest) -> PromptLogprobs | None:
+    """Every prompt token has the log-probability -1 / 4 and rank 2; the likelier ones are 32, 33, ..."""
+    if (num_top := request.params.prompt_logprobs) < 0:
+        return None
+    records = np.empty((len(request.prompt_token_ids) - 1, 2 + 2 * num_top), np.int32)
+    records[:, 0] = np.float32(-0.25).view(np.int32)
+    records[:, 1] = 2
+    records[:, 2 : 2 + num_top] = 32 + np.arange(num_top)
+    records[:, 2 + num_top :] = np.float32(-0.125).view(np.int32)
+    return PromptLogprobs([records.reshape(-1)], num_top)
 
 
 def spec(defaults: SamplingDefaults) -> ModelSpec:
     return ModelSpec(
         architecture="llama", name="double", path="/double", format="gguf", files=(), tensors=(), dtype="float32",
-        vocab_size=VOCAB, hidden_size=1, intermediate_size=1, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1,
+        vocab_size=VOCAB, hidden_size=4, intermediate_size=1, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1,
         max_position_embeddings=200, rms_norm_eps=1e-5, rope_theta=1e4, eos_token_ids=(EOS,),
         sampling_defaults=defaults,
     )  # fmt: skip

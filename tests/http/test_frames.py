@@ -11,13 +11,13 @@ from slipring.http.logprobs import LogprobWriter
 from slipring.http.reply import ReplyHead, Usage
 from slipring.runtime.request import Delta, TokenLogprob
 from tests.http.calls import events
-from tests.http.engine_double import EngineDouble
+from tests.http.engine_double import ByteTokenizer
 
 HEAD = ReplyHead("x-1", 7, "m", "fp")
 
 
 def renderer(kind, echo=("",), **options):
-    return kind(HEAD, Usage([3], len(echo)), LogprobWriter(EngineDouble()), list(echo), **options)  # type: ignore[arg-type]
+    return kind(HEAD, Usage([3], len(echo)), LogprobWriter(ByteTokenizer()), list(echo), **options)  # type: ignore[arg-type]
 
 
 def piece(text: str, finish: str | None = None, index: int = 0, **more) -> Delta:

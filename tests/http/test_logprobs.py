@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 from slipring.http.logprobs import LogprobWriter, TextOffset
 from slipring.runtime.model import open_model
 from slipring.runtime.request import TokenLogprob
@@ -14,7 +12,7 @@ def test_text_offsets_count_whole_characters() -> None:
     text = "a \U0001f98a\U0001f98a dog"
     ids = tokenizer.encode(text)
     entries = [TokenLogprob(i, -0.5, 1, ()) for i in ids]
-    writer = LogprobWriter(SimpleNamespace(tokenizer=tokenizer))  # type: ignore[arg-type]
+    writer = LogprobWriter(tokenizer)  # type: ignore[arg-type]
     whole = writer.completion(entries, TextOffset(10))
     assert whole["text_offset"][-1] == 10 + text.index(" dog")
     offset = TextOffset(10)

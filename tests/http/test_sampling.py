@@ -61,16 +61,19 @@ def test_the_models_advice_comes_before_openais_defaults_and_after_the_request()
         {"stop_token_ids": list(range(64))}, {"logit_bias": {"cat": 1}}, {"logit_bias": {"1.5": 1}},
         {"logit_bias": {"": 1}}, {"logit_bias": {"-1": 1}}, {"logit_bias": {"٣": 1}}, {"logit_bias": {str(VOCAB): 1}},
         {"logit_bias": {"1": 101}}, {"logit_bias": {"1": -100.5}}, {"logit_bias": {"9" * 5000: 1}},
-        {"logit_bias": {str(i): 1 for i in range(2000)}}, {"cache_salt": ""}, {"best_of": 2},
+        {"logit_bias": {str(i): 1 for i in range(2000)}}, {"cache_salt": ""}, {"best_of": 0}, {"best_of": 129},
+        {"n": 2, "best_of": 1}, {"bad_words": [" "]}, {"bad_words": ["x"] * 513}, {"bad_words": ["y" * 1025]},
+        {"bad_words": [f"{i}" + "y" * 1000 for i in range(9)]},
+        {"allowed_token_ids": [VOCAB]}, {"allowed_token_ids": list(range(299)) * 9},
         {"stream_options": {"include_usage": True}},
-        {"prompt_logprobs": 1}, {"bad_words": ["x"]}, {"structured_outputs": {"regex": "a"}},
-        {"truncate_prompt_tokens": 4}, {"use_beam_search": True},
+        {"prompt_logprobs": 21}, {"prompt_logprobs": -1}, {"structured_outputs": {"regex": "a"}},
+        {"truncate_prompt_tokens": -2}, {"use_beam_search": True}, {"length_penalty": 2},
     ],
     ids=lambda fields: str(fields)[:50],
 )  # fmt: skip
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_out_of_range_names_the_first_bad_field(fields: dict[str, Any], path: str) -> None:
-    assert param_refused(fields, path) == next(iter(fields))
+    assert param_refused(fields, path) == next(reversed(fields) if "best_of" in fields else iter(fields))
 
 
 @pytest.mark.parametrize(
@@ -135,6 +138,16 @@ def test_the_rest_of_the_request_reaches_the_engine() -> None:
     request = engine.requests[-1]
     assert (request.stop, request.include_stop_str_in_output, request.skip_special_tokens) == (("END",), True, False)
     assert (request.cache_salt, request.priority, request.n) == ("s", -3, 2)
+
+
+def test_bad_words_and_allowed_ids_reach_the_engine() -> None:
+    params = sent({"bad_words": ["no", " way"], "allowed_token_ids": [7, 8, 7]})
+    assert params.bad_words == (tuple(b"no"), tuple(b" no"), tuple(b"way"), tuple(b" way"))
+    assert params.allowed_token_ids == (7, 8)
+
+
+def test_fifty_thousand_bad_words_are_refused_quickly() -> None:
+    assert param_refused({"bad_words": [f"w{i}" for i in range(50_000)]}) == "bad_words"
 
 
 def test_half_a_million_stop_strings_are_refused_quickly() -> None:
