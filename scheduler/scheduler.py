@@ -33,7 +33,7 @@ from slipring.scheduler.block_pool import BlockPool
 from slipring.scheduler.config import SchedulerConfig
 from slipring.scheduler.decode_rows import NEVER, DecodeRows, PendingAppends
 from slipring.scheduler.live_rows import Int32Array, LiveRows
-from slipring.scheduler.offload.offload import NullOffload, OffloadPort
+from slipring.scheduler.offload.offload import NullOffload, OffloadPort, Transfer
 from slipring.scheduler.request import FinishReason, Request, RequestStatus
 from slipring.scheduler.rows import RowAllocator
 from slipring.scheduler.step import ChunkRoom, Counters, ProtocolError, Report, Returned, Step
@@ -279,7 +279,7 @@ class Scheduler:
             request = self.waiting.peek()
             if request is None or not room.allows(request):
                 break
-            if self._waits_for_leader(request) or self.offload.holds_back(request, self.pool.num_free - self._spare):
+            if self._waits_for_leader(request) or self._waits_for_load(request):
                 set_aside.append(self.waiting.set_aside())
                 continue
             if not self._admit(request) and not self._admit_alone(request, at):
@@ -303,6 +303,9 @@ class Scheduler:
     def _has_room_for_row(self) -> bool:
         """A step has max_num_seqs entries, so no more rows than that may want one."""
         return self.decode.num + len(self._prefilling) < self.config.max_num_seqs
+
+    def _waits_for_load(self, request: Request) -> bool:
+        return self.offload.holds_back(request, self.pool.num_free - self._spare, self._next_step_id - 1)
 
     def _waits_for_leader(self, request: Request) -> bool:
         """A sibling shares its leader's blocks, so it waits until these are computed and in the index."""
@@ -497,6 +500,10 @@ class Scheduler:
         self._end_row(request, keep=not failed)
         request.status = RequestStatus.FINISHED
         returned.finished[index] = (reason, stop_token)
+
+    def take_transfers(self) -> list[Transfer]:
+        """Transfers that the worker may begin now. Ask after every `schedule`, `update` and `settle`."""
+        return self.offload.take_transfers(self._in_flight[0].step_id if self._in_flight else self._next_step_id)
 
     def settle(self) -> None:
         """What can wait until nothing waits for the scheduler: call it after the next step has been published.

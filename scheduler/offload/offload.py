@@ -9,8 +9,8 @@ load that fails, in part or whole, just leaves something to compute. Until then 
 it, and its blocks (those found, and those being filled) are held so that they cannot be evicted.
 
 A block that a transfer names is fenced: it has a reference of the transfer's own until the worker has acknowledged
-it. The worker takes transfers and steps in one order, so a load never meets a step that still writes into the block
-for its last owner.
+it. A step in flight may still write into a block for its last owner, so a load is not told to the worker before every
+step is back that was out when its blocks were taken.
 
 `NullOffload` is the twin for engines without tiers.
 """
@@ -53,6 +53,8 @@ class Transfer:
     keys: list[OffloadKey]
     """The scheduler's own business."""
     prefetch: Prefetch | None = None
+    after_step: int = -1
+    """The step that must be back before the worker is told."""
 
 
 @dataclass(slots=True)
@@ -92,8 +94,11 @@ class OffloadPort(Protocol):
         """It has got in line, with its prompt hashed: what slow tiers hold of it may be brought up meanwhile."""
         ...
 
-    def holds_back(self, request: Request, num_free: int) -> bool:
-        """It is at the head of the line, and `num_free` blocks could be its own: must it still wait for a load?"""
+    def holds_back(self, request: Request, num_free: int, last_step: int) -> bool:
+        """It is at the head of the line, and `num_free` blocks could be its own: must it still wait for a load?
+
+        `last_step` is the last step that was sent out.
+        """
         ...
 
     def admitted(self, request: Request) -> None:
@@ -116,8 +121,8 @@ class OffloadPort(Protocol):
         """Somebody needs blocks: let go of what waits to be admitted. Whether anything was let go of."""
         ...
 
-    def take_transfers(self) -> list[Transfer]:
-        """What the worker must be told next, in order."""
+    def take_transfers(self, oldest_step: int) -> list[Transfer]:
+        """What the worker must be told now, in order; every step before `oldest_step` is back."""
         ...
 
     def complete(self, transfer_id: int, success: bool) -> None:
@@ -142,7 +147,7 @@ class NullOffload:
 
     def begin(self, request: Request) -> None: ...
 
-    def holds_back(self, request: Request, num_free: int) -> bool:
+    def holds_back(self, request: Request, num_free: int, last_step: int) -> bool:
         return False
 
     def admitted(self, request: Request) -> None: ...
@@ -156,7 +161,7 @@ class NullOffload:
     def give_way(self) -> bool:
         return False
 
-    def take_transfers(self) -> list[Transfer]:
+    def take_transfers(self, oldest_step: int) -> list[Transfer]:
         return []
 
     def complete(self, transfer_id: int, success: bool) -> None:
@@ -223,16 +228,16 @@ class Offload:
         if not self._tiers.promote(keys[known:], brought_up):
             prefetch.promoting = False
 
-    def holds_back(self, request: Request, num_free: int) -> bool:
+    def holds_back(self, request: Request, num_free: int, last_step: int) -> bool:
         self.begin(request)
         prefetch = self._prefetches.get(id(request))
         if prefetch is None or prefetch.settled:
             return False
         if prefetch.promoting or prefetch.num_loading:
             return True
-        return self._load(request, prefetch, num_free)
+        return self._load(request, prefetch, num_free, last_step)
 
-    def _load(self, request: Request, prefetch: Prefetch, num_free: int) -> bool:
+    def _load(self, request: Request, prefetch: Prefetch, num_free: int, last_step: int) -> bool:
         """Begin to load what can be loaded; whether the request must wait."""
         known = self._pool.match(request.block_hashes[: len(prefetch.keys)])
         wanted = prefetch.keys[len(known) :]
@@ -252,7 +257,7 @@ class Offload:
         keys = wanted[:count]
         self._tiers.slots.touch(keys)
         slots = self._tiers.slots.prepare_load(keys)
-        self._send(TransferKind.LOAD, fresh.tolist(), slots, keys, prefetch)
+        self._send(TransferKind.LOAD, fresh.tolist(), slots, keys, prefetch, last_step)
         return True
 
     def admitted(self, request: Request) -> None:
@@ -329,19 +334,21 @@ class Offload:
         slots: list[int],
         keys: list[OffloadKey],
         prefetch: Prefetch | None = None,
+        after_step: int = -1,
     ) -> None:
         for at in range(0, len(blocks), _JOB_BLOCKS):
             part = slice(at, at + _JOB_BLOCKS)
-            transfer = Transfer(self._next_id, kind, blocks[part], slots[part], keys[part], prefetch)
+            transfer = Transfer(self._next_id, kind, blocks[part], slots[part], keys[part], prefetch, after_step)
             self._next_id += 1
             self._under_way[transfer.transfer_id] = transfer
             self._outbox.append(transfer)
             if prefetch is not None:
                 prefetch.num_loading += 1
 
-    def take_transfers(self) -> list[Transfer]:
-        outbox, self._outbox = self._outbox, []
-        return outbox
+    def take_transfers(self, oldest_step: int) -> list[Transfer]:
+        due = [transfer for transfer in self._outbox if transfer.after_step < oldest_step]
+        self._outbox = [transfer for transfer in self._outbox if transfer.after_step >= oldest_step]
+        return due
 
     def complete(self, transfer_id: int, success: bool) -> None:
         transfer = self._under_way.pop(transfer_id)

@@ -87,7 +87,7 @@ class TieredHarness(Harness):
         self._tier_options = (num_slots, policy, slow)
         super().__init__(depth, **overrides)
         self.transfers: deque[Transfer] = deque()
-        """Picked up by the worker, not begun."""
+        """Told to the worker, not begun."""
         self.done: deque[tuple[int, bool]] = deque()
 
     def make_offload(self, pool: BlockPool) -> Offload:
@@ -99,25 +99,10 @@ class TieredHarness(Harness):
         self.offload = Offload(self.tiers, pool, 4)
         return self.offload
 
-    def publish(self) -> bool:
-        published = super().publish()
-        # The ring keeps steps and transfers in order; ours are picked up before the steps still unrun only if no
-        # step is, so a load waits for those.
-        for transfer in self.offload.take_transfers():
-            self.pending.append((len(self.unrun) and self.unrun[-1], transfer))
-        return published
-
-    @property
-    def pending(self) -> deque[tuple[int, Transfer]]:
-        return self.__dict__.setdefault("_pending", deque())
-
-    def pick_up(self) -> bool:
-        """Transfers whose earlier steps have run."""
-        moved = False
-        while self.pending and (not self.unrun or self.pending[0][0] < self.unrun[0]):
-            self.transfers.append(self.pending.popleft()[1])
-            moved = True
-        return moved
+    def tell_worker(self) -> bool:
+        due = self.scheduler.take_transfers()
+        self.transfers += due
+        return bool(due)
 
     def transfer(self) -> bool:
         if not self.transfers:
@@ -144,7 +129,7 @@ class TieredHarness(Harness):
             self.publish()
             | self.run_device()
             | self.take_output()
-            | self.pick_up()
+            | self.tell_worker()
             | self.transfer()
             | self.acknowledge()
             | self.slow.work()
@@ -268,7 +253,7 @@ def test_anything_in_any_order(
         harness.publish,
         harness.run_device,
         harness.take_output,
-        harness.pick_up,
+        harness.tell_worker,
         harness.transfer,
         harness.acknowledge,
         harness.slow.work,
