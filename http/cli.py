@@ -148,6 +148,12 @@ def _add_memory_flags(group: Any) -> None:
         "--kv-cache-memory-bytes", type=size, metavar="SIZE", help="such as 2G or 512M (default: from free memory)"
     )
     group.add_argument("--block-size", type=int, default=16, metavar="TOKENS", help="(default: %(default)s)")
+    group.add_argument(
+        "--kv-offloading-size", type=float, metavar="GIB", help="keep KV that the pool loses in so much CPU memory"
+    )
+    group.add_argument(
+        "--kv-transfer-config", metavar="JSON", help="the same in full, with files, objects and peers (docs/tiers.md)"
+    )
     group.add_argument("--num-gpu-blocks-override", type=int, metavar="N", help="exactly so many KV blocks")
     group.add_argument(
         "--enable-prefix-caching",

@@ -33,6 +33,7 @@ FIGURES = {
     "longprompt": "perf.longprompt",
     "startup": "perf.startup",
     "idle": "perf.idle",
+    "tiers": "perf.tiers",
     "compile-gate": "perf.compile_gate",
 }
 

@@ -12,6 +12,7 @@ import re
 import msgspec
 
 from slipring.runtime.speculation import SpeculationError, draft_widths, parse_speculation, worker_speculation
+from slipring.runtime.tiers.config import KvTransferConfig, of_size, parse
 from slipring.scheduler.config import SchedulerConfig
 from slipring.shm.memory import available_bytes
 from slipring.shm.spec import ModelSpec, SpeculationSpec
@@ -71,6 +72,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where the last steps before a fault are written; None: a folder in the temporary directory."""
     auto_recovery: bool = True
     """False: after a fault a replica waits for a command."""
+    kv_transfer_config: str | None = None
+    """JSON, see `slipring.runtime.tiers.config`: KV tiers beyond the device."""
+    kv_offloading_size: float | None = None
+    """GiB of a CPU tier alone; the short form of `kv_transfer_config`."""
     debug_integrity: bool = False
     """Recount every block and row from first principles whenever the engine falls idle."""
 
@@ -97,6 +102,8 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     draft_widths: tuple[int, ...] = ()
     """Drafts of a row by the number of decode rows."""
     speculation: SpeculationSpec | None = None
+    kv_transfer: KvTransferConfig | None = None
+    """None: no tiers beyond the device."""
 
     @property
     def itl_target_s(self) -> float:
@@ -169,6 +176,7 @@ def _resolve(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> Resol
         pipeline_depth=2 if config.async_scheduling else 1,
         num_rows=config.max_num_seqs + max(8, config.max_num_seqs // 4),
         num_blocks=config.num_gpu_blocks_override,
+        kv_transfer=_kv_transfer(config),
     )
 
 
@@ -242,6 +250,25 @@ def _kv_cache_bytes(config: EngineConfig) -> int:
     if config.device.startswith("cuda"):
         return 0
     return min(4 << 30, available_bytes() * 2 // 5) // config.data_parallel_size
+
+
+def _kv_transfer(config: EngineConfig) -> KvTransferConfig | None:
+    if config.kv_transfer_config is None and config.kv_offloading_size is None:
+        return None
+    if config.kv_transfer_config is not None and config.kv_offloading_size is not None:
+        raise ConfigError("--kv-offloading-size is short for --kv-transfer-config: give one of them")
+    if not config.enable_prefix_caching:
+        raise ConfigError("KV tiers extend the prefix cache: leave out --no-enable-prefix-caching")
+    if config.device.startswith("cuda"):
+        raise ConfigError("KV tiers serve CPU workers so far: leave out --kv-transfer-config, --kv-offloading-size")
+    if config.kv_transfer_config is not None:
+        flag, make = "--kv-transfer-config", lambda: parse(config.kv_transfer_config or "")
+    else:
+        flag, make = "--kv-offloading-size", lambda: of_size(config.kv_offloading_size or 0.0)
+    try:
+        return make()
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
 
 
 def available_cpus() -> int:

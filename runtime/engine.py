@@ -39,11 +39,13 @@ from slipring.runtime.request import (
     Sink,
     check_request,
 )
+from slipring.runtime.tiers.kv_tiers import KvTiers, TierSetupError
 from slipring.runtime.tokenizer import Tokenizer
 from slipring.scheduler.request import FinishReason, Request
 from slipring.scheduler.step import Counters
 from slipring.shm import wire
 from slipring.shm.grammar import Grammar
+from slipring.shm.pages import PageShape
 
 __all__ = ["ConfigError", "Engine", "Health", "HealthState", "ModelError", "StartupError", "StartupEvent"]
 
@@ -123,6 +125,7 @@ class Engine:
         self._seeds = secrets.SystemRandom() if config.seed == 0 else np.random.default_rng(config.seed)
         self._replicas: Replicas
         self.fault_tolerance: FaultTolerance
+        self._tiers: KvTiers | None = None
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -135,8 +138,13 @@ class Engine:
             tell(StartupEvent(phase="load weights", done=progress.done, total=progress.total))
 
         try:
-            self._replicas = Replicas(self.config, self.spec, self._on_state, on_progress, self._fail_requests)
+            self._tiers = await self._open_tiers()
+            self._replicas = Replicas(
+                self.config, self.spec, self._on_state, on_progress, self._fail_requests, self._tiers
+            )
             self.fault_tolerance = FaultTolerance(self._replicas)
+        except TierSetupError as error:
+            raise StartupError(str(error)) from error
         except OSError as error:
             raise StartupError(f"no shared memory for rings and batch table: {error}. {_SHM_FIX}") from error
         starting = asyncio.ensure_future(self._replicas.start(self.config.user.worker_startup_timeout_s))
@@ -156,9 +164,30 @@ class Engine:
         finally:
             if not self._replicas.any_healthy:
                 self._replicas.close()
+                self._close_tiers()
                 starting.cancel()
                 await asyncio.gather(starting, return_exceptions=True)
         self._state = HealthState.HEALTHY
+
+    async def _open_tiers(self) -> KvTiers | None:
+        config = self.config
+        if config.kv_transfer is None:
+            return None
+        shape = PageShape.of(self.spec, config.user.block_size, config.dtype)
+        loop = asyncio.get_running_loop()
+        # Off the loop: a directory is looked through, a service is asked what it holds.
+        tiers = await asyncio.to_thread(KvTiers, config.kv_transfer, self.spec, shape, config.dtype, loop)
+        try:
+            await tiers.start()
+        except TierSetupError:
+            tiers.close()
+            raise
+        return tiers
+
+    def _close_tiers(self) -> None:
+        if self._tiers is not None:
+            self._tiers.close()
+            self._tiers = None
 
     def _load_text(self) -> tuple[Tokenizer, ChatTemplate | None]:
         return self._model.tokenizer(), self._model.chat_template()
@@ -204,6 +233,7 @@ class Engine:
             self._end_all("the server is shutting down")
         if hasattr(self, "_replicas"):
             await self._replicas.shut_down(timeout_s=2.0)
+        self._close_tiers()
         self._text_pool.shutdown(wait=False, cancel_futures=True)
         self._grammars.close()
 

@@ -30,12 +30,16 @@ _CONTROL_BYTES = 16384
 
 
 class Epoch:
-    def __init__(self, config: ResolvedConfig, spec: ModelSpec, number: int) -> None:
-        """Allocates the shared memory. Raises OSError when it is short; then nothing is left of it."""
+    def __init__(self, config: ResolvedConfig, spec: ModelSpec, number: int, tier: Segment | None = None) -> None:
+        """Allocates the shared memory. Raises OSError when it is short; then nothing is left of it.
+
+        `tier`: the CPU tier's memory, which belongs to the engine and outlives every epoch.
+        """
         self.number = number
         self._config = config
         self._spec = spec
         self.step_shape = shape = StepShape.of(config.user.max_num_seqs, config.max_draft, config.user.block_size)
+        self._tier = tier
         self._segments: list[Segment] = []
         try:
             self.table = BatchTable(
@@ -73,6 +77,7 @@ class Epoch:
             self.outputs.segment.fd,
             self.table.segment.fd,
             self._control_ring.fd,
+            *([self._tier.fd] if self._tier is not None else []),
             self._reply_ring.fd,
             *(bell.fd for bell in self._bells),
         )
@@ -158,6 +163,8 @@ class Epoch:
             output_doorbell_fd=self.output_bell.fd,
             control_doorbell_fd=self._control_bell.fd,
             reply_doorbell_fd=self.reply_bell.fd,
+            tier_fd=None if self._tier is None else self._tier.fd,
+            tier_bytes=0 if self._tier is None else self._tier.nbytes,
             lifeline_fd=lifeline_fd,
             reader_index=0,
             spin_us=SPIN_US,

@@ -26,6 +26,9 @@ from slipring.runtime.restarts import RestartPolicy
 from slipring.runtime.step_loop import Fault, StepLoop
 from slipring.runtime.supervisor import SERVING, Action, Event, Sentinel, State
 from slipring.runtime.suspects import Suspects
+from slipring.runtime.tiers.kv_tiers import KvTiers
+from slipring.scheduler.block_pool import BlockPool
+from slipring.scheduler.offload.offload import NullOffload, Offload, OffloadPort
 from slipring.scheduler.request import Request, RequestStatus
 from slipring.scheduler.scheduler import Scheduler
 from slipring.scheduler.step import Counters
@@ -65,12 +68,15 @@ class Watcher(Protocol):
 
 
 class Replica:
-    def __init__(self, config: ResolvedConfig, spec: ModelSpec, watcher: Watcher) -> None:
+    def __init__(
+        self, config: ResolvedConfig, spec: ModelSpec, watcher: Watcher, tiers: KvTiers | None = None
+    ) -> None:
         """Raises OSError when shared memory is short."""
         self.rank = config.rank
         self._config = config
         self._spec = spec
         self._watcher = watcher
+        self._tiers = tiers
         self._sentinel = Sentinel()
         self._loop = asyncio.get_running_loop()
         self._requests: dict[int, Request] = {}
@@ -285,12 +291,23 @@ class Replica:
         """A worker is there: every request gets its place in a new scheduler."""
         self._cancel_recovery_timer()
         self._restarts.serving(time.monotonic())
-        table, counters = self.step_loop.epoch.table, self._counters
-        scheduler = Scheduler(self._config.scheduler(), table, self._spec.vocab_size, counters=counters)
+        scheduler = Scheduler(
+            self._config.scheduler(),
+            self.step_loop.epoch.table,
+            self._spec.vocab_size,
+            self._make_offload,
+            counters=self._counters,
+        )
         scheduler.frozen = self._is_frozen
         self.step_loop.begin(scheduler, self._collector)
         for request in self._in_order(request for request in self._requests.values() if not self._is_held(request)):
             self.step_loop.add(request)
+
+    def _make_offload(self, pool: BlockPool) -> OffloadPort:
+        if self._tiers is None:
+            return NullOffload(pool)
+        loop, block_size = self.step_loop, self._config.user.block_size
+        return Offload(self._tiers.tiers, pool, block_size, loop.kick, loop.recompute_s)
 
     def _end_epoch(self) -> None:
         self.step_loop.stop()
@@ -341,7 +358,8 @@ class Replica:
 
     def _new_loop(self) -> StepLoop:
         self._num_epochs += 1
-        return StepLoop(Epoch(self._config, self._spec, self._num_epochs), self._config, self)
+        tier = None if self._tiers is None else self._tiers.segment
+        return StepLoop(Epoch(self._config, self._spec, self._num_epochs, tier), self._config, self)
 
     async def _take_apart(self) -> None:
         """After a fault: wait for the worker's end, keep what it had published, and go on if nobody need be asked."""

@@ -16,6 +16,7 @@ from slipring.runtime.config import ResolvedConfig
 from slipring.runtime.replica import Replica
 from slipring.runtime.router import Candidate, Router
 from slipring.runtime.supervisor import SERVING, State
+from slipring.runtime.tiers.kv_tiers import KvTiers
 from slipring.scheduler.request import Request
 from slipring.shm import wire
 from slipring.shm.spec import ModelSpec
@@ -38,6 +39,7 @@ class Replicas:
         on_state: Callable[[Replica], None],
         on_progress: Callable[[wire.Progress], None],
         fail: Callable[[list[Request], str], None],
+        tiers: KvTiers | None = None,
     ) -> None:
         """Raises OSError when shared memory is short; then nothing is left of it."""
         self._config = config
@@ -48,7 +50,7 @@ class Replicas:
         self._all: list[Replica] = []
         try:
             for rank in range(config.user.data_parallel_size):
-                self._all.append(Replica(msgspec.structs.replace(config, rank=rank), spec, self))
+                self._all.append(Replica(msgspec.structs.replace(config, rank=rank), spec, self, tiers))
         except OSError:
             self.close()
             raise

@@ -34,17 +34,20 @@ from slipring.runtime.pacing import Pacer
 from slipring.runtime.request import TokenLogprob
 from slipring.runtime.supervisor import Event
 from slipring.runtime.worker_grammars import WorkerGrammars
+from slipring.scheduler.offload.offload import TransferKind
 from slipring.scheduler.request import FinishReason, Request, RequestStatus
 from slipring.scheduler.scheduler import Scheduler
 from slipring.scheduler.step import ProtocolError, Returned, Step
 from slipring.shm import wire
-from slipring.shm.control import GrammarBuilt
+from slipring.shm.control import BlocksMoved, GrammarBuilt, MoveBlocks
 from slipring.shm.doorbell import LoopWaiter
 from slipring.shm.wire import SlotKind, StepOutputView
 
 logger = logging.getLogger(__name__)
 
 _MIN_CHUNK = 64
+_LEARNED = 8
+"""Steps after which the cost of one can be predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,8 @@ class StepLoop:
         """Give everything back, the worker's life included. Idempotent."""
         if not self.ending:
             self.stop()
+        if self.scheduler is not None:
+            self.scheduler.offload.close()
         self.epoch.close()
 
     # --- requests -----------------------------------------------------------------------------------------------
@@ -213,15 +218,39 @@ class StepLoop:
             self._pump()
             self._deliver(scheduler, returned, view)
             scheduler.settle()
+            self._send_transfers(scheduler)
             self._rest(scheduler)
 
     def _on_replies(self) -> None:
         """The worker answered on the control channel, or made room in it."""
         self.epoch.reply_bell.clear()
         for message in self.epoch.control.receive():
-            if not isinstance(message, GrammarBuilt):
+            if isinstance(message, GrammarBuilt):
+                self._grammars.on_built(message)
+            elif isinstance(message, BlocksMoved) and self.scheduler is not None:
+                self._on_moved(self.scheduler, message)
+            else:
                 raise ProtocolError(f"a worker does not send {type(message).__name__}")
-            self._grammars.on_built(message)
+
+    def _on_moved(self, scheduler: Scheduler, moved: BlocksMoved) -> None:
+        if moved.error is not None:
+            logger.warning("a transfer of KV blocks failed, so they are recomputed: %s", moved.error)
+        try:
+            scheduler.offload.complete(moved.transfer_id, moved.error is None, moved.seconds)
+        except KeyError:
+            raise ProtocolError(f"transfer {moved.transfer_id} came back, which is not under way") from None
+        self._send_transfers(scheduler)
+        self.kick()
+
+    def _send_transfers(self, scheduler: Scheduler) -> None:
+        for transfer in scheduler.take_transfers():
+            is_load = transfer.kind is TransferKind.LOAD
+            self.epoch.control.send(MoveBlocks(transfer.transfer_id, is_load, transfer.blocks, transfer.slots))
+
+    def recompute_s(self, num_tokens: int) -> float:
+        """Seconds that computing so many tokens of a prompt would take; infinite while that is not known."""
+        cost = self.pacer.cost
+        return cost.predict(0, num_tokens, 0) if cost.num_observed >= _LEARNED else float("inf")
 
     def _returned(self) -> None:
         now = time.monotonic()
@@ -253,7 +282,7 @@ class StepLoop:
                     self._timer = self._loop.call_later(early_s, self._guarded, self._pump)
                     return
             if self._publish(scheduler) is None:
-                if not scheduler.num_in_flight:
+                if not scheduler.num_in_flight and not scheduler.offload.busy:
                     raise RuntimeError("there is work, nothing is in flight, and nothing can be scheduled")
                 return
 
@@ -262,8 +291,9 @@ class StepLoop:
         if slot is None:
             return None  # the worker still holds every slot; its next output brings us back here
         step = scheduler.schedule(self.epoch.step_views[slot])
+        self._send_transfers(scheduler)
         if step is None:
-            return None  # rows or blocks must come back first
+            return None  # rows or blocks must come back first, or a tier has been asked for some
         self.epoch.publish_step(step.step_id)
         self._waiter.expect()
         now = time.monotonic()

@@ -1,7 +1,7 @@
 """The control channel: rare messages between engine and worker that belong to no step, on rings of their own.
 
-    engine ──control ring──▶ worker        LoadTokenizer, BuildGrammar, DropGrammar
-    engine ◀──reply ring──── worker        GrammarBuilt
+    engine ──control ring──▶ worker        LoadTokenizer, BuildGrammar, DropGrammar, MoveBlocks
+    engine ◀──reply ring──── worker        GrammarBuilt, BlocksMoved
 
 A worker reads it on a side thread, so a message never waits for a step, and a step never for a message. Messages are
 msgspec msgpack. One that is longer than a slot goes in parts, in order; the last part has kind LAST. What finds no
@@ -51,7 +51,25 @@ class GrammarBuilt(msgspec.Struct, frozen=True, tag=True):
     """Why it could not be built."""
 
 
-Message = LoadTokenizer | BuildGrammar | DropGrammar | GrammarBuilt
+class MoveBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Copy blocks[i] of the pool into slots[i] of the CPU tier or, for a load, the other way. Answered by
+    `BlocksMoved`."""
+
+    transfer_id: int
+    is_load: bool
+    blocks: list[int]
+    slots: list[int]
+
+
+class BlocksMoved(msgspec.Struct, frozen=True, tag=True):
+    transfer_id: int
+    seconds: float
+    """What the copies took."""
+    error: str | None = None
+    """Why some of them, perhaps all, were not made."""
+
+
+Message = LoadTokenizer | BuildGrammar | DropGrammar | GrammarBuilt | MoveBlocks | BlocksMoved
 _decoder = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
 

@@ -56,6 +56,10 @@ class Waiter:
         if also_watch is not None:
             self._poll.register(also_watch, select.POLLIN)
 
+    def wake(self) -> None:
+        """Make whoever waits here look again; for other threads of the same process."""
+        self._doorbell.ring()
+
     def wait(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """True once `ready()` holds; False when the lifeline ended or `timeout_s` passed."""
         if self._spin(ready):

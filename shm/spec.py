@@ -143,6 +143,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """This worker's eventfd for the control channel."""
     reply_doorbell_fd: int
     """The engine's eventfd for the control channel."""
+    tier_fd: int | None = None
+    """The CPU tier's memory; None: there are no tiers."""
+    tier_bytes: int = 0
     lifeline_fd: int
     """Read end of a pipe that the engine holds open: end of file means that the engine is gone."""
     reader_index: int

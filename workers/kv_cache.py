@@ -14,7 +14,9 @@ from __future__ import annotations
 import mmap
 from math import prod
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipring.shm.memory import available_bytes
@@ -75,6 +77,11 @@ class KvCache:
         """Raises MemoryShortageError when the pool does not fit into what the container still allows."""
         num_blocks = size_pool(config, available_bytes())
         return cls(config.model, num_blocks, config.block_size, DTYPES[config.dtype])
+
+    def as_bytes(self) -> NDArray[np.uint8]:
+        """[planes, num_blocks, bytes of a block's part]: the same memory; only for a pool on the CPU."""
+        planes = self._all.view(torch.uint8).view(2 * self._all.shape[0], self.num_blocks, -1)
+        return planes.numpy()
 
     def clear(self, blocks: Tensor) -> None:
         """Zero these blocks ([n] int64) in every layer."""

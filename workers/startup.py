@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 
+import numpy as np
 import torch
 
+from slipring.shm.control import Message, MoveBlocks
 from slipring.shm.layout import Phase
+from slipring.shm.pages import CanonicalPageMapping, PageShape
+from slipring.shm.segment import Segment
 from slipring.shm.spec import WorkerConfig
 from slipring.shm.wire import Ready
 from slipring.workers.constraints import Constraints
@@ -20,6 +24,7 @@ from slipring.workers.models.registry import build_model
 from slipring.workers.runner import Runner
 from slipring.workers.speculation.build import build_proposer
 from slipring.workers.startup_clock import PhaseClock
+from slipring.workers.transfers import BlockMover
 
 
 def build_executor(config: WorkerConfig, link: Link) -> Executor:
@@ -28,13 +33,32 @@ def build_executor(config: WorkerConfig, link: Link) -> Executor:
     torch.set_num_threads(config.num_threads)
     grammars = GrammarStore(config.model)
     executor, kv = _for_device(config, link, clock, grammars)
-    ControlThread(*link.open_control(), grammars.handle, link.fail)
+    _answer_control(config, link, grammars, kv)
     # Everything so far lives as long as the process: keep it out of every later collection.
     gc.collect()
     gc.freeze()
     link.beat(Phase.WAITING)
     link.publish_ready(Ready(num_blocks=kv.num_blocks, block_bytes=kv.block_bytes, phase_seconds=clock.seconds))
     return executor
+
+
+def _answer_control(config: WorkerConfig, link: Link, grammars: GrammarStore, kv: KvCache) -> None:
+    """Messages that belong to no step: grammars and, where there are tiers, transfers of blocks."""
+    mover: BlockMover | None = None
+
+    def handle(message: Message) -> Message | None:
+        if isinstance(message, MoveBlocks):
+            assert mover is not None, "a transfer for a worker without tiers"
+            mover.submit(message)
+            return None
+        return grammars.handle(message)
+
+    control = ControlThread(*link.open_control(), handle, link.fail)
+    if config.tier_fd is not None:
+        shape = PageShape.of(config.model, config.block_size, config.dtype)
+        segment = Segment.attach(config.tier_fd, config.tier_bytes)
+        slots = np.frombuffer(segment.buf, np.uint8).reshape(-1, shape.nbytes)
+        mover = BlockMover(kv.as_bytes(), slots, CanonicalPageMapping.of(shape, ways=1, rank=0), control.post)
 
 
 def _for_device(

@@ -47,8 +47,16 @@ class KvTiersStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvTiers:
-    def __init__(self, config: KvTransferConfig, spec: ModelSpec, shape: PageShape, dtype: str) -> None:
-        """Allocates the CPU tier and opens the stores. Raises TierSetupError."""
+    def __init__(
+        self,
+        config: KvTransferConfig,
+        spec: ModelSpec,
+        shape: PageShape,
+        dtype: str,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        """Allocates the CPU tier and opens the stores, in any thread. Raises TierSetupError."""
+        self._loop = loop
         extra = config.kv_connector_extra_config
         self.prompts_only = extra.offload_prompt_only
         self.page_bytes = shape.nbytes
@@ -118,12 +126,11 @@ class KvTiers:
             self._add(store, tier.io_threads, tier.io_threads, tier.load_timeout_s)
 
     def _add(self, store: PageStore, num_readers: int, num_writers: int, load_timeout_s: float) -> None:
-        loop = asyncio.get_running_loop()
         self._stores.append(
             StoreThreads(
                 store,
                 self._slots,
-                loop,
+                self._loop,
                 num_readers=num_readers,
                 num_writers=num_writers,
                 load_timeout_s=load_timeout_s,

@@ -125,12 +125,12 @@ class OffloadPort(Protocol):
         """What the worker must be told now, in order; every step before `oldest_step` is back."""
         ...
 
-    def complete(self, transfer_id: int, success: bool) -> None:
-        """The worker has acknowledged it. Raises KeyError for a transfer that is not under way."""
+    def complete(self, transfer_id: int, success: bool, seconds: float) -> None:
+        """The worker has acknowledged it, and says what it took. Raises KeyError for one that is not under way."""
         ...
 
-    def lose_device(self, pool: BlockPool) -> None:
-        """The worker is gone with all its blocks; `pool` is the next one's."""
+    def close(self) -> None:
+        """The worker is gone with all its blocks: nothing of ours is under way any more. Idempotent."""
         ...
 
     def held_blocks(self) -> list[Int32Array]:
@@ -164,10 +164,10 @@ class NullOffload:
     def take_transfers(self, oldest_step: int) -> list[Transfer]:
         return []
 
-    def complete(self, transfer_id: int, success: bool) -> None:
+    def complete(self, transfer_id: int, success: bool, seconds: float) -> None:
         raise KeyError(transfer_id)
 
-    def lose_device(self, pool: BlockPool) -> None: ...
+    def close(self) -> None: ...
 
     def held_blocks(self) -> list[Int32Array]:
         return []
@@ -179,10 +179,12 @@ class Offload:
         tiers: Tiers,
         pool: BlockPool,
         block_size: int,
-        worth: Callable[[int], bool] = lambda num_blocks: True,
+        wake: Callable[[], None] = lambda: None,
+        recompute_s: Callable[[int], float] = lambda num_tokens: float("inf"),
         max_store_share: float = 0.25,
     ) -> None:
-        """`worth`: whether loading so many blocks from the slots is quicker than computing them.
+        """`wake`: something has arrived that a request may have waited for. `recompute_s`: the seconds that it would
+        take to compute so many tokens.
 
         At most `max_store_share` of the pool is fenced for stores at a time; the rest waits its turn.
         """
@@ -190,7 +192,10 @@ class Offload:
         self._tiers = tiers
         self._pool = pool
         self._block_size = block_size
-        self._worth = worth
+        self._wake = wake
+        self._recompute_s = recompute_s
+        self._block_s = 0.0
+        """What loading a block has lately taken; 0 as long as that is not known."""
         self._max_storing = max(1, int(pool.num_blocks * max_store_share))
         self._num_storing = 0
         self._backlog: dict[OffloadKey, None] = {}
@@ -200,6 +205,7 @@ class Offload:
         self._under_way: dict[int, Transfer] = {}
         self._outbox: list[Transfer] = []
         self._next_id = 0
+        tiers.on_arrival.add(wake)
 
     @property
     def busy(self) -> bool:
@@ -225,7 +231,8 @@ class Offload:
             prefetch.promoting = False
 
         prefetch.promoting = True
-        if not self._tiers.promote(keys[known:], brought_up):
+        recompute_s = self._recompute_s((len(keys) - known) * self._block_size)
+        if not self._tiers.promote(keys[known:], recompute_s, brought_up):
             prefetch.promoting = False
 
     def holds_back(self, request: Request, num_free: int, last_step: int) -> bool:
@@ -244,7 +251,7 @@ class Offload:
         count, more_to_come = self._tiers.hit_run(wanted)
         if more_to_come:
             return True
-        if not count or not self._worth(count):
+        if not count or self._block_s * count > self._recompute_s(count * self._block_size):
             prefetch.settled = True
             return False
         need = -(-len(request.token_ids) // self._block_size) - len(known)
@@ -350,7 +357,7 @@ class Offload:
         self._outbox = [transfer for transfer in self._outbox if transfer.after_step >= oldest_step]
         return due
 
-    def complete(self, transfer_id: int, success: bool) -> None:
+    def complete(self, transfer_id: int, success: bool, seconds: float) -> None:
         transfer = self._under_way.pop(transfer_id)
         if transfer.kind is TransferKind.STORE:
             self._stored(transfer, success)
@@ -358,6 +365,7 @@ class Offload:
             self._store_backlog()
         else:
             self._loaded(transfer, success)
+            self._block_s = 0.8 * self._block_s + 0.2 * seconds / len(transfer.blocks)
 
     def _stored(self, transfer: Transfer, success: bool) -> None:
         self._num_storing -= len(transfer.blocks)
@@ -383,7 +391,8 @@ class Offload:
             if prefetch.abandoned:
                 self._let_go(prefetch)
 
-    def lose_device(self, pool: BlockPool) -> None:
+    def close(self) -> None:
+        self._tiers.on_arrival.discard(self._wake)
         for transfer in self._under_way.values():
             if transfer.kind is TransferKind.STORE:
                 self._tiers.slots.complete_store(transfer.keys, transfer.slots, success=False)
@@ -392,10 +401,7 @@ class Offload:
         self._under_way.clear()
         self._outbox.clear()
         self._backlog.clear()
-        self._num_storing = 0
-        self._pool = pool
-        for prefetch in self._prefetches.values():
-            prefetch.num_loading, prefetch.settled, prefetch.held = 0, False, []
+        self._prefetches.clear()
 
     def held_blocks(self) -> list[Int32Array]:
         prefetches = {id(prefetch): prefetch for prefetch in self._prefetches.values()}

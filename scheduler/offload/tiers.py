@@ -52,10 +52,8 @@ class Tiers:
     def __init__(self, slots: SlotIndex, slow: Sequence[SlowTier] = ()) -> None:
         self.slots = slots
         self.stats = TierStats()
-        self.on_arrival: list[Callable[[], None]] = []
+        self.on_arrival: set[Callable[[], None]] = set()
         """Called when a promotion has ended, so that whoever waits may look again."""
-        self.gain: Callable[[int], float] = lambda num_blocks: float("inf")
-        """Seconds that it takes to compute so many blocks anew."""
         self._slow = list(slow)
         self._num_promoting = 0
 
@@ -72,16 +70,17 @@ class Tiers:
                 return count, found is Lookup.PENDING
         return len(keys), False
 
-    def promote(self, keys: Sequence[OffloadKey], done: Callable[[], None]) -> bool:
-        """Begin to bring up what the slots miss of `keys`, a prefix. False: there is nobody to ask; `done` is not
-        called then. Otherwise it is, once."""
+    def promote(self, keys: Sequence[OffloadKey], recompute_s: float, done: Callable[[], None]) -> bool:
+        """Begin to bring up what the slots miss of `keys`, a prefix that could be computed in `recompute_s` seconds.
+        False: there is nobody to ask; `done` is not called then. Otherwise it is, once."""
         missing = [key for key in keys if self.slots.lookup(key) is Lookup.MISS]
         self.stats.queries += len(keys)
         self.stats.hits += len(keys) - len(missing)
         if not missing or not self._slow:
             return False
         self._num_promoting += 1
-        self._ask(0, missing, done)
+        block_s = recompute_s / len(keys)
+        self._ask([tier for tier in self._slow if tier.page_seconds <= block_s], missing, done)
         return True
 
     def stored(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
@@ -91,22 +90,21 @@ class Tiers:
 
     # --- promotion: ask one tier after the other --------------------------------------------------------------------
 
-    def _ask(self, at: int, keys: list[OffloadKey], done: Callable[[], None]) -> None:
+    def _ask(self, tiers: Sequence[SlowTier], keys: list[OffloadKey], done: Callable[[], None]) -> None:
         # Others may have brought up some in the meantime, or are about to.
         keys = [key for key in keys if self.slots.lookup(key) is Lookup.MISS]
-        if at == len(self._slow) or not keys:
+        if not tiers or not keys:
             self._end(done)
-            return
-        tier = self._slow[at]
-        tier.lookup(keys, lambda found: self._fetch(at, keys, found, done))
+        else:
+            tiers[0].lookup(keys, lambda found: self._fetch(tiers, keys, found, done))
 
-    def _fetch(self, at: int, keys: list[OffloadKey], found: list[bool], done: Callable[[], None]) -> None:
-        there = [key for key, is_there in zip(keys, found, strict=True) if is_there]
-        if self._slow[at].page_seconds * len(there) > self.gain(len(there)):
-            there = []
-        plan = self._make_room(there)
+    def _fetch(
+        self, tiers: Sequence[SlowTier], keys: list[OffloadKey], found: list[bool], done: Callable[[], None]
+    ) -> None:
+        tier, others = tiers[0], tiers[1:]
+        plan = self._make_room([key for key, is_there in zip(keys, found, strict=True) if is_there])
         if not plan.keys:
-            self._ask(at + 1, keys, done)
+            self._ask(others, keys, done)
             return
         self.stats.evicted += len(plan.evicted)
 
@@ -115,11 +113,11 @@ class Tiers:
                 self.slots.complete_store([key], [slot], success=good)
             self.stats.promoted += sum(results)
             self.stats.failed += len(results) - sum(results)
-            good = [(key, slot) for key, slot, is_good in zip(plan.keys, plan.slots, results, strict=True) if is_good]
-            self._hand_down([key for key, _ in good], self._slow[:at])
-            self._ask(at + 1, keys, done)
+            good = [key for key, is_good in zip(plan.keys, results, strict=True) if is_good]
+            self._hand_down(good, self._slow[: self._slow.index(tier)])
+            self._ask(others, keys, done)
 
-        self._slow[at].load(plan.keys, plan.slots, loaded)
+        tier.load(plan.keys, plan.slots, loaded)
 
     def _make_room(self, keys: list[OffloadKey]) -> StorePlan:
         """Slots for as much of this prefix as there is room for."""
@@ -134,7 +132,7 @@ class Tiers:
     def _end(self, done: Callable[[], None]) -> None:
         self._num_promoting -= 1
         done()
-        for arrived in self.on_arrival:
+        for arrived in list(self.on_arrival):
             arrived()
 
     def _hand_down(self, keys: Sequence[OffloadKey], tiers: Sequence[SlowTier]) -> None:

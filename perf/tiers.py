@@ -1,0 +1,159 @@
+"""KV tiers on the real model: time to first token of conversations that the device's pool cannot hold, against
+recomputation; what transfers cost the streams beside them; and how the eviction policies compare on fixed traces.
+
+One client, one conversation at a time, so that a time to first token is work and not queueing. Every configuration must
+give the tokens of the first (float32).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import uvloop
+
+from perf.figure import Measurement, Options, percentile
+from perf.tier_traces import compare
+from slipring.runtime.config import EngineConfig
+from slipring.runtime.engine import Engine
+from slipring.runtime.request import Delta, GenerationRequest
+from slipring.shm.params import SamplingParams
+
+DESCRIPTION = "64 conversations of 6 turns where the device holds 8: time to first token with tiers, against without"
+NUM_TALKS, NUM_TURNS, NUM_HELD = 64, 6, 8
+QUESTION_TOKENS, ANSWER_TOKENS = 96, 8
+BLOCK = 16
+_BLOCKS_PER_TALK = NUM_TURNS * (QUESTION_TOKENS + ANSWER_TOKENS) // BLOCK
+_BLOCK_BYTES = 737_280
+"""Of SmolLM2-135M in float32."""
+
+
+def measure(options: Options) -> Measurement:
+    num_talks = 12 if options.quick else NUM_TALKS
+    rows, answers, ttft = [], {}, {}
+    for kind in ("recomputed", "cpu", "fs"):
+        with tempfile.TemporaryDirectory() as directory:
+            first_tokens, answers[kind], counts = uvloop.run(_talks(num_talks, options.seed, _tiers(kind, directory)))
+        ttft[kind] = first_tokens
+        rows.append(
+            {
+                "tier": kind,
+                "ttft_p50_ms": round(percentile(first_tokens, 50) * 1e3, 1),
+                "ttft_p95_ms": round(percentile(first_tokens, 95) * 1e3, 1),
+                **counts,
+            }
+        )
+        assert answers[kind] == answers["recomputed"], f"the {kind} tier changes tokens"
+    gaps = {kind: uvloop.run(_gaps(options.seed, kind, 3 if options.quick else 12)) for kind in ("roomy", "cpu")}
+    traces = compare(options.seed)
+    polluted = next(row for row in traces if row["trace"] == "polluted_by_scans")
+    p50 = {kind: percentile(samples, 50) for kind, samples in ttft.items()}
+    summary = {
+        "ttft_ratio_cpu": round(p50["cpu"] / p50["recomputed"], 3),
+        "ttft_ratio_fs": round(p50["fs"] / p50["recomputed"], 3),
+        "itl_p99_ratio_during_transfers": round(percentile(gaps["cpu"], 99) / percentile(gaps["roomy"], 99), 3),
+        "hit_ratio_lru": float(polluted["lru"]),
+        "hit_ratio_arc": float(polluted["arc"]),
+        "arc_worst_difference": round(min(float(row["arc"]) - float(row["lru"]) for row in traces), 4),
+    }
+    samples = {f"ttft_s_{kind}": values for kind, values in ttft.items()}
+    samples |= {f"gap_s_{kind}": values for kind, values in gaps.items()}
+    return Measurement(summary, rows + traces, samples)
+
+
+def _tiers(kind: str, directory: str) -> dict[str, Any]:
+    """Settings of the engine. The file tier's CPU tier holds as much as the device, so its pages come from files."""
+    pool = {"num_gpu_blocks_override": NUM_HELD * _BLOCKS_PER_TALK}
+    if kind == "recomputed":
+        return pool
+    extra: dict[str, Any] = {"cpu_bytes_to_use": (NUM_TALKS + 2) * _BLOCKS_PER_TALK * _BLOCK_BYTES}
+    if kind == "fs":
+        extra["cpu_bytes_to_use"] = NUM_HELD * _BLOCKS_PER_TALK * _BLOCK_BYTES
+        extra["secondary_tiers"] = [{"type": "fs", "root_dir": directory}]
+    return pool | {"kv_transfer_config": msgspec.json.encode({"kv_connector_extra_config": extra}).decode()}
+
+
+@dataclass
+class _Answer:
+    began: float = 0.0
+    times: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def sink(self, delta: Delta) -> None:
+        self.times += [time.perf_counter()] * len(delta.token_ids)
+        self.tokens += delta.token_ids
+        if delta.finish_reason is not None:
+            assert delta.finish_reason == "length", delta
+            self.done.set()
+
+
+def _ask(engine: Engine, name: str, prompt: list[int], num_tokens: int) -> _Answer:
+    answer = _Answer(time.perf_counter())
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0)
+    engine.submit(GenerationRequest(request_id=name, prompt_token_ids=prompt, params=params), answer.sink)
+    return answer
+
+
+async def _engine(**settings: Any) -> Engine:
+    engine = Engine(EngineConfig(model="smollm2", dtype="float32", block_size=BLOCK, max_num_seqs=16, **settings))
+    await engine.start()
+    return engine
+
+
+async def _talks(
+    num_talks: int, seed: int, settings: dict[str, Any]
+) -> tuple[list[float], list[list[int]], dict[str, int]]:
+    """Round after round, each conversation's next turn. Returns (times to first token from the second turn on, all
+    answers, counts)."""
+    chance = np.random.default_rng(seed)
+    engine = await _engine(**settings)
+    try:
+        history: list[list[int]] = [[] for _ in range(num_talks)]
+        ttft, answers = [], []
+        for turn in range(NUM_TURNS):
+            for talk in range(num_talks):
+                history[talk] += chance.integers(100, 40_000, QUESTION_TOKENS).tolist()
+                answer = _ask(engine, f"{turn}-{talk}", history[talk], ANSWER_TOKENS)
+                await asyncio.wait_for(answer.done.wait(), 120)
+                history[talk] += answer.tokens
+                answers.append(answer.tokens)
+                if turn:
+                    ttft.append(answer.times[0] - answer.began)
+        stats = engine.stats()
+        return ttft, answers, {"prompt_tokens": stats.prompt_tokens, "tokens_hit": stats.prefix_cache_hits}
+    finally:
+        await engine.stop()
+
+
+async def _gaps(seed: int, kind: str, num_rounds: int) -> list[float]:
+    """Gaps between the tokens of four streams, while conversations come and go whose prefix lies in the device's pool
+    (roomy), or must be loaded, and is stored, each time (cpu)."""
+    chance = np.random.default_rng(seed)
+    prefixes = [chance.integers(100, 40_000, 480).tolist() for _ in range(12)]
+    settings: dict[str, Any] = {"num_gpu_blocks_override": 2000}
+    if kind == "cpu":
+        settings = _tiers("cpu", "") | {"num_gpu_blocks_override": 250}
+    engine = await _engine(**settings)
+    try:
+        for number, prefix in enumerate(prefixes):
+            await _ask(engine, f"first-{number}", prefix, 1).done.wait()
+        streams = [
+            _ask(engine, f"stream-{i}", chance.integers(100, 40_000, 32).tolist(), 40 * num_rounds) for i in range(4)
+        ]
+        while not all(stream.times for stream in streams):
+            await asyncio.sleep(0.01)
+        number = 0
+        while not all(stream.done.is_set() for stream in streams):
+            prefix = prefixes[number % len(prefixes)] + chance.integers(100, 40_000, 8).tolist()
+            await _ask(engine, f"turn-{number}", prefix, 1).done.wait()
+            await asyncio.sleep(0.05)
+            number += 1
+        return [gap for stream in streams for gap in np.diff(stream.times).tolist()]
+    finally:
+        await engine.stop()
