@@ -47,6 +47,8 @@ class Conversation:
 class Running:
     """A response in the background."""
 
+    stored: StoredResponse
+    """As it is shown meanwhile. Not in the store, which might drop it."""
     task: asyncio.Task[None]
     """Waits for its end."""
     end: Callable[[], None]
@@ -59,7 +61,7 @@ class ResponseStyle:
     def __init__(self, service: Responses, body: ResponsesBody, items: list[Item]) -> None:
         self._service = service
         self._body = body
-        self._items = items
+        self.items = items
 
     def begun(self, model: ServedModel, plan: Plan, head: ReplyHead) -> dict[str, Any]:
         params = model.rules.params(plan.body, 1, 0)
@@ -84,7 +86,7 @@ class ResponseStyle:
     def end(self, response: dict[str, Any]) -> None:
         """However it has ended."""
         if self._service.keeps(self._body):
-            self._service.keep(response, self._items)
+            self._service.keep(response, self.items)
 
 
 class Responses:
@@ -97,8 +99,7 @@ class Responses:
         return body.store is not False and self._max_stored > 0
 
     def keep(self, response: dict[str, Any], read: Sequence[Item]) -> None:
-        answered = msgspec.convert(response["output"], list[Item])
-        self._store.put(response["id"], StoredResponse.of(orjson.dumps(response), read, answered))
+        self._store.put(response["id"], _stored(response, read))
 
     # The routes.
 
@@ -142,7 +143,8 @@ class Responses:
     # Conversations.
 
     def _stored(self, response_id: str, param: str = "id") -> StoredResponse:
-        stored = self._store.get(response_id)
+        running = self._running.get(response_id)
+        stored = self._store.get(response_id) if running is None else running.stored
         if stored is None:
             message = f"There is no response with the id {response_id[:100]!r} (any more)."
             raise ApiError(404, message, param, "response_not_found")
@@ -188,7 +190,6 @@ class Responses:
         generation.start(collector.push)
         flights.track(collector)
         begun = style.begun(model, plan, head)
-        style.end(begun)
 
         def end(response: dict[str, Any]) -> None:
             generation.cancel()  # does nothing when it has ended
@@ -204,7 +205,9 @@ class Responses:
             else:
                 end(style.ended(model, plan, head, choices, usage))
 
-        self._running[head.id] = Running(asyncio.ensure_future(finish()), lambda: end({**begun, "status": "cancelled"}))
+        task = asyncio.ensure_future(finish())
+        shown = _stored(begun, style.items)
+        self._running[head.id] = Running(shown, task, lambda: end({**begun, "status": "cancelled"}))
         return ApiResponse.json({**begun, "status": "queued"})
 
     def _stop(self, response_id: str) -> None:
@@ -212,6 +215,11 @@ class Responses:
         if running is not None:
             running.task.cancel()
             running.end()
+
+
+def _stored(response: dict[str, Any], read: Sequence[Item]) -> StoredResponse:
+    answered = msgspec.convert(response["output"], list[Item])
+    return StoredResponse.of(orjson.dumps(response), read, answered)
 
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}

@@ -50,6 +50,9 @@ class ByteTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b""
 
+    def all_token_bytes(self, vocab_size: int) -> list[bytes]:
+        return [self.token_bytes(token_id) for token_id in range(vocab_size)]
+
 
 class EngineDouble:
     """`script` is what every completion says. With `script` None the test itself calls `say` and `end`."""

@@ -391,6 +391,15 @@ def test_one_call_is_enough_where_several_are_not_wanted() -> None:
     assert [block["type"] for block in value(response)["content"]] == ["text", "tool_use"]
 
 
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get"}])
+def test_a_tool_that_must_be_used_becomes_a_grammar(choice: dict[str, Any]) -> None:
+    engine = EngineDouble(CALLS, max_model_len=2000)
+    ask(engine, tools=[GET], tool_choice=choice)
+    ask(engine, tools=[GET])
+    forced, free = engine.requests
+    assert forced.grammar is not None and free.grammar is None
+
+
 def test_a_call_that_is_cut_has_an_empty_input() -> None:
     response = call(served(CALLS), "POST", MESSAGES, body(tools=[GET], max_tokens=60))
     answer = value(response)

@@ -229,6 +229,16 @@ def test_reasoning_and_calls_are_items() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get"}])
+def test_a_tool_that_must_be_used_becomes_a_grammar(choice: Any) -> None:
+    engine = EngineDouble(CALLS, max_model_len=2000)
+    api = make_api(engine)
+    ask(api, tools=[GET], tool_choice=choice)
+    ask(api, tools=[GET])
+    forced, free = engine.requests
+    assert forced.grammar is not None and free.grammar is None
+
+
 def test_a_call_that_is_cut_is_incomplete() -> None:
     answer = ask(talkative(), tools=[GET], max_output_tokens=80)
     assert answer["status"] == "incomplete" and answer["output"][-1]["status"] == "incomplete"
@@ -500,6 +510,23 @@ def test_a_response_in_the_background_can_be_ended(method: str) -> None:
             assert value(await acall(api, "DELETE", path))["deleted"]
             refused(await acall(api, "GET", path), 404)
         assert engine.sinks == {} and len(api.flights) == 0 and not api.responses._running
+
+    in_loop(main)
+
+
+def test_what_runs_is_not_dropped_for_what_has_ended() -> None:
+    async def main() -> None:
+        engine = EngineDouble(script=None)
+        api = make_api(engine, max_stored_responses=1)
+        first, second = [
+            value(await acall(api, "POST", RESPONSES, {"input": "hi", "background": True}))["id"] for _ in range(2)
+        ]
+        for response_id in (first, second):
+            assert value(await acall(api, "GET", f"{RESPONSES}/{response_id}"))["status"] == "in_progress"
+        for position in range(2):
+            engine.end("x", position=position)
+        await until(lambda: not api.responses._running)
+        assert {(await acall(api, "GET", f"{RESPONSES}/{i}")).status for i in (first, second)} == {404, 200}
 
     in_loop(main)
 

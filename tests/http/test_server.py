@@ -234,6 +234,10 @@ def test_a_body_over_the_limit_is_413_in_json() -> None:
                 async with client.post(url, data=data, headers=headers) as response:
                     assert response.status == 413
                     assert (await response.json())["error"]["code"] == "body_too_large"
+            url = f"http://127.0.0.1:{port}/v1/messages"
+            async with client.post(url, data=b" " * ((1 << 20) + 1), headers=JSON) as response:
+                assert response.status == 413
+                assert (await response.json())["error"]["type"] == "request_too_large"
 
     on_uvloop(main)
 
