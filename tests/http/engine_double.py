@@ -33,6 +33,7 @@ VOCAB = 300
 
 class ByteTokenizer:
     vocab_size = VOCAB
+    document = b""
     special_ids = frozenset({EOS})
     document = b"{}"
     """Nobody reads it: there is no worker."""
