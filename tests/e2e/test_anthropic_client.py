@@ -145,3 +145,17 @@ def test_closing_a_stream_frees_the_engine(client: Any, server: str) -> None:
     ) as stream:
         next(iter(stream.text_stream))
     alive(server)
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+def test_a_tool_that_must_be_used_is_used_by_its_schema(client: Any, choice: Any) -> None:
+    more = {"tools": [WEATHER], "tool_choice": {**choice, "disable_parallel_tool_use": True}, "max_tokens": 100,
+            "messages": [{"role": "user", "content": "What is the weather in Oslo for 3 days?"}]}  # fmt: skip
+    answer = ask(client, **more)
+    assert answer.stop_reason == "tool_use"
+    (block,) = [block for block in answer.content if block.type == "tool_use"]
+    assert block.name == "weather" and block.input["city"] in ("Paris", "Oslo") and 1 <= block.input["days"] <= 9
+    with client.messages.stream(model=MODEL, extra_body=GREEDY, **more) as stream:
+        last = stream.get_final_message()
+    assert [b.input for b in last.content if b.type == "tool_use"] == [block.input]
+    assert last.stop_reason == "tool_use"

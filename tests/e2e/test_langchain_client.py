@@ -62,3 +62,11 @@ def test_the_responses_api(chat: Callable[..., Any]) -> None:
 def test_a_bad_request_is_told(chat: Callable[..., Any]) -> None:
     with pytest.raises(Exception, match="temperature"):
         chat(temperature=9).invoke(OCEAN)
+
+
+def test_tools_that_are_bound_are_told_and_called(chat: Callable[..., Any]) -> None:
+    bound = chat(max_tokens=60).bind_tools([weather], tool_choice="any")
+    (call,) = bound.invoke("What is the weather in Oslo?").tool_calls[:1]
+    assert call["name"] == "weather" and isinstance(call["args"]["city"], str)
+    plain, told = chat().invoke(OCEAN), chat().bind_tools([weather]).invoke(OCEAN)
+    assert told.usage_metadata["input_tokens"] > plain.usage_metadata["input_tokens"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -152,3 +153,16 @@ def test_bad_requests(client: openai.OpenAI, more: dict[str, Any], param: str, s
     with pytest.raises(openai.BadRequestError) as refused:
         ask(client, stream=stream, **more)
     assert refused.value.param == param and refused.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
+def test_a_tool_that_must_be_used_is_used_by_its_schema(client: openai.OpenAI, choice: Any) -> None:
+    more: Any = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False, "max_output_tokens": 100}
+    answer = ask(client, input="What is the weather in Oslo?", **more)
+    (call,) = [item for item in answer.output if item.type == "function_call"]
+    assert call.name == "weather" and json.loads(call.arguments)["city"] in ("Paris", "Oslo")
+    with client.responses.stream(model=MODEL, input="What is the weather in Oslo?", temperature=0, **more) as stream:
+        last = stream.get_final_response()
+    assert [item.arguments for item in last.output if item.type == "function_call"] == [call.arguments]
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain."}
+    assert ask(client, input=[output], previous_response_id=answer.id, max_output_tokens=20).output_text
