@@ -35,8 +35,6 @@ class ByteTokenizer:
     vocab_size = VOCAB
     document = b""
     special_ids = frozenset({EOS})
-    document = b"{}"
-    """Nobody reads it: there is no worker."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode("utf-8", "replace"))
