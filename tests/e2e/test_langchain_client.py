@@ -70,3 +70,13 @@ def test_tools_that_are_bound_are_told_and_called(chat: Callable[..., Any]) -> N
     assert call["name"] == "weather" and isinstance(call["args"]["city"], str)
     plain, told = chat().invoke(OCEAN), chat().bind_tools([weather]).invoke(OCEAN)
     assert told.usage_metadata["input_tokens"] > plain.usage_metadata["input_tokens"]
+
+
+def test_embeddings(server: str) -> None:
+    embeddings = importlib.import_module("langchain_openai").OpenAIEmbeddings(
+        base_url=f"{server}/v1", api_key="any", model="smollm2", max_retries=0, check_embedding_ctx_length=False
+    )
+    ocean, sea, boat = embeddings.embed_documents([OCEAN, OCEAN, "A boat."])
+    assert len(ocean) == len(boat) > 100 and ocean == pytest.approx(sea, abs=1e-4) and ocean != boat
+    assert embeddings.embed_query("A boat.") == pytest.approx(boat, abs=1e-3)
+    alive(server)
