@@ -57,14 +57,14 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     truncation_side: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    # Known, and refused while they are not supported: silently ignoring them would give a wrong answer.
-    use_beam_search: Any = None
-    length_penalty: Any = None
     structured_outputs: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
+    # Known, and refused while they are not supported: silently ignoring them would give a wrong answer.
+    use_beam_search: Any = None
+    length_penalty: Any = None
 
 
 class CompletionBody(SamplingBody, kw_only=True):

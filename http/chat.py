@@ -9,7 +9,6 @@ from typing import Any
 from slipring.http import conversation
 from slipring.http.bodies import ChatBody, decode
 from slipring.http.choices import ChoicesStyle, prompt_details, writer_of
-from slipring.http.completions import check_response_format
 from slipring.http.errors import bad_request
 from slipring.http.exchange import ApiRequest, ApiResponse
 from slipring.http.frames import ChatRenderer, EventRenderer
@@ -20,6 +19,7 @@ from slipring.http.prompts import Prompt, cut_of
 from slipring.http.reply import Choice, ReplyHead, Usage
 from slipring.http.sampling import check_logprobs, check_max_tokens, check_min_tokens
 from slipring.http.served import ServedModel
+from slipring.http.structured import compile_structured, structured_output
 from slipring.http.tool_grammar import compile_calls
 from slipring.http.tools import ToolUse, check_tools
 
@@ -76,13 +76,16 @@ async def plan_chat(model: ServedModel, body: ChatBody, size: int) -> Plan:
     max_tokens, logprobs = _max_tokens(body), _logprobs(body)
     echo = conversation.prefill(body.messages) if body.echo and body.messages else ""
     check_min_tokens(body, max_tokens)
-    check_response_format(body.response_format)
+    structured_output(body)
     use = check_tools(body)
     cut = cut_of(model, body.truncate_prompt_tokens, body.truncation_side, "left", max_tokens or 1)
     text, token_ids = await _encode(model, body, use, size, may_be_long=cut is not None)
     prompt = Prompt(token_ids if cut is None else cut.apply(token_ids), echo)
     output = model.output.form(use, text)
-    grammar = await compile_calls(model.engine, use, output) if use is not None and use.forced else None
+    if use is not None and use.forced:
+        grammar = await compile_calls(model.engine, use, output)
+    else:
+        grammar = await compile_structured(model.engine, body)
     bad_words = await model.bad_words(body.bad_words or [])
     scores = -1 if body.prompt_logprobs is None else body.prompt_logprobs
     return Plan(body, [prompt], "messages", max_tokens, logprobs, output, grammar, bad_words, scores)

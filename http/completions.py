@@ -16,6 +16,7 @@ from slipring.http.prompts import Prompt, Wanted, cut_of, read_prompts
 from slipring.http.reply import Choice, Usage
 from slipring.http.sampling import check_logprobs, check_max_tokens, check_min_tokens, is_set
 from slipring.http.served import ServedModel
+from slipring.http.structured import compile_structured, structured_output
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for this endpoint."""
@@ -66,7 +67,8 @@ async def create_completion(model: ServedModel, flights: Flights, request: ApiRe
     logprobs = -1 if body.logprobs is None else body.logprobs
     scores = max(-1 if body.prompt_logprobs is None else body.prompt_logprobs, logprobs if body.echo else -1)
     bad_words = await model.bad_words(body.bad_words or [])
-    plan = Plan(body, prompts, "prompt", max_tokens, logprobs, bad_words=bad_words, scores=scores)
+    grammar = await compile_structured(model.engine, body)
+    plan = Plan(body, prompts, "prompt", max_tokens, logprobs, grammar=grammar, bad_words=bad_words, scores=scores)
     head = model.head(f"cmpl-{request.request_id}", body.model)
     return await answer(model, flights, head, plan, _STYLE, placement(request))
 
@@ -79,20 +81,5 @@ def _check(body: CompletionBody) -> int:
     check_logprobs(body.logprobs, "logprobs")
     if is_set(body.suffix):
         raise bad_request("`suffix` is not supported: this model does not fill in the middle.", "suffix")
-    check_response_format(body.response_format)
+    structured_output(body)
     return max_tokens
-
-
-def check_response_format(value: Any) -> None:
-    """Only plain text until structured output exists."""
-    if value is None:
-        return
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind in ("json_object", "json_schema"):
-        raise bad_request(
-            f'`response_format` of type "{kind}" is not supported yet; only "text" is.',
-            "response_format",
-            "unsupported_parameter",
-        )
-    if kind != "text":
-        raise bad_request('`response_format` must be {"type": "text"}.', "response_format.type")

@@ -35,10 +35,7 @@ _BIAS = Range(-100, 100)
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields that a request and a model's recommendation share."""
 _RANGED = ("presence_penalty", "frequency_penalty", "seed", "priority", "min_tokens", "prompt_logprobs")
-_UNSUPPORTED = (
-    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "use_beam_search",
-    "prompt_embeds",
-)  # fmt: skip
+_UNSUPPORTED = ("use_beam_search", "prompt_embeds")
 
 
 class SamplingRules:

@@ -82,14 +82,16 @@ class GrammarCompiler:
         text = _text(spec)
         matcher = LLMatcher(self._vocabulary(tokenizer), text, log_level=0, limits=LLParserLimits(**LIMITS))
         if not matcher.is_error() and not any(matcher.compute_bitmask()):
-            raise ValueError("nothing can match it.")
+            raise ValueError("nothing can match it")
         if matcher.is_error():
-            raise ValueError(matcher.get_error().strip())
+            raise ValueError(_reason(spec, matcher.get_error()))
         return Grammar(text, spec.kind)
 
     def _vocabulary(self, tokenizer: Tokenizer) -> LLTokenizer:
         from llguidance import LLTokenizer, TokenizerWrapper
 
+        if not self._spec.eos_token_ids:
+            raise ValueError("this model has no end of sequence, with which a grammar could end an answer")
         with self._lock:
             if self._tokenizer is None:
                 vocabulary: Any = _Vocabulary(self._spec, tokenizer)
@@ -124,6 +126,8 @@ def _text(spec: GrammarSpec) -> str:
     """llguidance's serialisation, unchecked. Raises ValueError."""
     from llguidance import LLMatcher
 
+    if spec.kind == "lark" and "::=" in spec.value:
+        return LLMatcher.grammar_from_lark(_from_gbnf(spec.value))
     if spec.kind == "lark":
         return LLMatcher.grammar_from_lark(spec.value)
     if spec.kind == "regex":
@@ -132,8 +136,74 @@ def _text(spec: GrammarSpec) -> str:
         choices = orjson.loads(spec.value)
         return LLMatcher.grammar_from_lark("start: " + " | ".join(orjson.dumps(text).decode() for text in choices))
     schema = '{"type":"object"}' if spec.kind == "json_object" else spec.value
+    if schema.strip() in ("true", "false"):
+        schema = "{}" if schema.strip() == "true" else '{"enum":[]}'
     overrides: Any = {
+        "item_separator": ",",
+        "key_separator": ":",
+        "lenient": False,
+        "coerce_one_of": False,
         "whitespace_flexible": not spec.compact,
         "whitespace_pattern": None if spec.compact else _WHITESPACE,
     }
     return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
+
+
+def _from_gbnf(text: str) -> str:
+    """llama.cpp's notation, which vLLM calls EBNF, as Lark. Raises ValueError."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(text)
+    except Exception as error:
+        raise ValueError(f"it is no grammar in GBNF: {error}") from None
+
+
+_NESTING = ("properties", "$defs", "definitions", "patternProperties")
+_BRANCHES = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties", "additionalItems")
+_MOST_LOOKS = 200
+
+
+def _reason(spec: GrammarSpec, error: str) -> str:
+    """What llguidance says, and for a schema the part of it that it says it of."""
+    words = error.split("<state>")[0].split("<non-verbose/>")[0].strip()
+    if words.startswith("NoExtension"):
+        words = "nothing can match it"
+    if spec.kind != "json_schema":
+        return words
+    place = _place(orjson.loads(spec.value), words)
+    return f"{words} (at {place})" if place else words
+
+
+def _place(root: Any, words: str) -> str:
+    """Path of the innermost part of a schema that is refused with the same words."""
+    place, schema = "", root
+    shared = {name: root[name] for name in ("$defs", "definitions") if isinstance(root, dict) and name in root}
+    for _ in range(_MOST_LOOKS):
+        inner = next((part for part in _parts(schema) if _is_refused(part[1], shared, words)), None)
+        if inner is None:
+            return place
+        place, schema = (f"{place}.{inner[0]}" if place else inner[0]), inner[1]
+    return place
+
+
+def _parts(schema: Any) -> list[tuple[str, Any]]:
+    if not isinstance(schema, dict):
+        return []
+    parts = [(name, schema[name]) for name in _SINGLE if isinstance(schema.get(name), dict)]
+    for name in _NESTING:
+        if isinstance(schema.get(name), dict):
+            parts += [(f"{name}.{key}", part) for key, part in schema[name].items()]
+    for name in _BRANCHES:
+        if isinstance(schema.get(name), list):
+            parts += [(f"{name}[{index}]", part) for index, part in enumerate(schema[name])]
+    return parts[:_MOST_LOOKS]
+
+
+def _is_refused(part: Any, shared: dict[str, Any], words: str) -> bool:
+    from llguidance import LLMatcher, LLParserLimits
+
+    alone = {**shared, **part} if isinstance(part, dict) else {**shared, "allOf": [part]}
+    grammar = LLMatcher.grammar_from_json_schema(orjson.dumps(alone).decode())
+    return words in LLMatcher.validate_grammar(grammar, limits=LLParserLimits(**LIMITS))

@@ -109,7 +109,7 @@ def test_echo_alone_generates_nothing(prompt: Any, stream: bool) -> None:
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
         ({"prompt": ["x"] * 2049}, "prompt"),
     ],

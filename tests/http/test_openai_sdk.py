@@ -252,7 +252,7 @@ def test_request_ids_are_readable(client: openai.OpenAI, model: str) -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/"}}]}]},
          "messages[0].content[0].type"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ],
 )  # fmt: skip
 def test_bad_requests(client: openai.OpenAI, model: str, more: dict[str, Any], param: str, stream: bool) -> None:

@@ -66,7 +66,7 @@ def test_the_models_advice_comes_before_openais_defaults_and_after_the_request()
         {"bad_words": [f"{i}" + "y" * 1000 for i in range(9)]},
         {"allowed_token_ids": [VOCAB]}, {"allowed_token_ids": list(range(299)) * 9},
         {"stream_options": {"include_usage": True}},
-        {"prompt_logprobs": 21}, {"prompt_logprobs": -1}, {"structured_outputs": {"regex": "a"}},
+        {"prompt_logprobs": 21}, {"prompt_logprobs": -1},
         {"truncate_prompt_tokens": -2}, {"use_beam_search": True}, {"length_penalty": 2},
     ],
     ids=lambda fields: str(fields)[:50],
