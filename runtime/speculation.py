@@ -6,12 +6,13 @@ Keys that vLLM has and we do not honour are refused by name: a setting without e
 from __future__ import annotations
 
 import difflib
+from pathlib import Path
 
 import msgspec
 
 from slipring.shm.spec import SpeculationSpec
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "eagle")
 MAX_DRAFT = 32
 """Most drafts of a row in one step."""
 _DEFAULT_DRAFT = 5
@@ -84,6 +85,7 @@ def worker_speculation(config: SpeculativeConfig) -> SpeculationSpec:
         low, high = _NGRAM_SIZES
     return SpeculationSpec(
         method=config.method or "",
+        model=config.model,
         prompt_lookup_min=low if low is not None else high or 0,
         prompt_lookup_max=high if high is not None else low or 0,
     )
@@ -96,8 +98,10 @@ def _checked(config: SpeculativeConfig) -> SpeculativeConfig:
         raise SpeculationError(f"method must be one of {', '.join(METHODS)}; got {config.method!r}")
     if config.num_speculative_tokens is not None and not 1 <= config.num_speculative_tokens <= MAX_DRAFT:
         raise SpeculationError(f"num_speculative_tokens must be from 1 to {MAX_DRAFT}")
-    if config.model is not None:
+    if config.method == "ngram" and config.model is not None:
         raise SpeculationError("model: ngram needs none")
+    if config.method == "eagle" and not (config.model and Path(config.model, "model.safetensors").is_file()):
+        raise SpeculationError(f"model must be the directory of a head (slipring train-draft); got {config.model!r}")
     low, high = config.prompt_lookup_min, config.prompt_lookup_max
     for key, value in (("prompt_lookup_min", low), ("prompt_lookup_max", high)):
         if value is not None and not 1 <= value <= 64:

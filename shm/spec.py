@@ -94,7 +94,9 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How a worker makes drafts."""
 
     method: str
-    """`ngram`."""
+    """`ngram` or `eagle`."""
+    model: str | None = None
+    """eagle: the head's directory."""
     prompt_lookup_min: int = 0
     prompt_lookup_max: int = 0
     """ngram: sizes of the n-grams that are looked up."""

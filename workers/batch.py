@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipring.workers.attention import StepAttention
@@ -20,3 +22,5 @@ class Batch:
     attention: StepAttention
     sample_at: Tensor
     """[S] int64: tokens whose logits are wanted."""
+    entry_at: NDArray[np.int64] | None = None
+    """[E]: each entry's first token; None where nobody asks (on a GPU)."""

@@ -67,7 +67,7 @@ class BatchBuilder:
         draws_end = np.cumsum(entries.num_draws)
         _, sample_at = _expand(rows, end_at - entries.num_draws, entries.num_draws, draws_end)
         ids, at, sampled = map(torch.from_numpy, (input_ids, positions, sample_at))
-        return Batch(ids, at, PlannedAttention(plan, at), sampled)
+        return Batch(ids, at, PlannedAttention(plan, at), sampled, end_at - num_tokens)
 
     def entered_blocks(self, entries: Entries) -> Tensor:
         """[n] int64: blocks that the step's entries enter and leave partly filled (`KvCache.clear`)."""

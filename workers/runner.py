@@ -16,6 +16,7 @@ import torch
 from slipring.shm.spec import WorkerConfig
 from slipring.shm.table import BatchTable
 from slipring.shm.wire import NO_MATCH, NON_FINITE, StepFlag, StepInputView, StepOutputView, StepShape
+from slipring.workers.batch import Batch
 from slipring.workers.batch_builder import BatchBuilder
 from slipring.workers.constraints import Constraints
 from slipring.workers.entries import Entries, entries_of, known_start, room_for_drafts
@@ -49,17 +50,15 @@ class Runner:
         layer_block_bytes = config.block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
         self.kv = kv
         self._config = config
-        self._model = model
-        self._rows = Rows(table)
+        self.model = model
+        self.rows = Rows(table)
         self._constraints = constraints
-        self._sampler = Sampler(table, spec.vocab_size, constraints)
+        self.sampler = Sampler(table, spec.vocab_size, constraints)
         self.proposer = proposer or NullProposer()
         group_heads = spec.num_heads // spec.num_kv_heads
-        self._builder = BatchBuilder(
-            table, self._rows, config.block_size, layer_block_bytes, group_heads, dtype
-        )
+        self.builder = BatchBuilder(table, self.rows, config.block_size, layer_block_bytes, group_heads, dtype)
         self._reporter = Reporter(model, table)
-        self._table = table
+        self.table = table
 
     @torch.inference_mode()
     def run(self, step: StepInputView, output: StepOutputView) -> None:
@@ -70,13 +69,15 @@ class Runner:
         output.answer(step)
         if not entries.num_tokens.any():
             return  # every row has reached its limit in a step that the engine has not seen yet
-        hidden, logits = self._forward(entries)
+        batch, hidden, logits = self._forward(entries)
         forwarded = time.monotonic_ns()
+        runs = None
         if len(logits):
-            draws = self._sampler.sample(logits, self._places(entries))
+            draws = self.sampler.sample(logits, self._places(entries))
             runs = verify(entries, draws.tokens, draws.ok)
             self._move_on(entries, runs)
             self._write(output, entries, runs, draws)
+        self.proposer.saw(entries, batch, hidden, runs)
         for report in self._reporter.reports(step, hidden):
             output.add_report(report.entry, report.words.numpy())
             if not report.ok:
@@ -94,9 +95,9 @@ class Runner:
         step = StepInputView(memoryview(bytearray(shape.input_bytes)), shape)
         output = StepOutputView(memoryview(bytearray(shape.output_bytes)), shape)
         num_tokens = min(_WARM_UP_TOKENS, config.max_model_len - 1, self.kv.num_blocks * config.block_size - 1)
-        self._rows.block_table[0] = np.arange(self._rows.block_table.shape[1]) % self.kv.num_blocks
-        self._rows.generation[0] = 0
-        self._rows.limit[0] = config.max_model_len
+        self.rows.block_table[0] = np.arange(self.rows.block_table.shape[1]) % self.kv.num_blocks
+        self.rows.generation[0] = 0
+        self.rows.limit[0] = config.max_model_len
         step.header[step.NUM_ROWS] = 1
         for is_decode, start, count in ((0, 0, max(1, num_tokens)), (1, num_tokens, 1)):
             step.header[step.NUM_DECODE] = is_decode
@@ -106,11 +107,11 @@ class Runner:
                 raise StartRefused(
                     f"the model in {config.model.path} computes no finite numbers: are its weights whole?"
                 )
-        self._rows.generation[0] = -1
+        self.rows.generation[0] = -1
 
     def decode_costs(self, sizes: Sequence[int]) -> list[float]:
         """Seconds of decode steps by their number of tokens: one row with drafts, on blocks that nobody has yet."""
-        self._rows.block_table[0] = np.arange(self._rows.block_table.shape[1]) % self.kv.num_blocks
+        self.rows.block_table[0] = np.arange(self.rows.block_table.shape[1]) % self.kv.num_blocks
         return [min(self._decode_cost(size) for _ in range(_COST_RUNS)) for size in sizes]
 
     @torch.inference_mode()
@@ -118,41 +119,41 @@ class Runner:
         began = time.monotonic()
         sizes, zero = np.array([size]), np.zeros(1, np.int64)
         entries = Entries(zero, zero, sizes, 1, Drafts.none(1, size - 1), sizes)
-        _, logits = self._forward(entries)
-        draws = self._sampler.sample(logits, self._places(entries))
+        *_, logits = self._forward(entries)
+        draws = self.sampler.sample(logits, self._places(entries))
         verify(entries, draws.tokens, draws.ok)
         return time.monotonic() - began
 
-    def _forward(self, entries: Entries) -> tuple[torch.Tensor, torch.Tensor]:
-        """Last hidden states of all tokens, and logits of the entries' draws."""
-        batch = self._builder.build(entries)
-        if len(entered := self._builder.entered_blocks(entries)):
+    def _forward(self, entries: Entries) -> tuple[Batch, torch.Tensor, torch.Tensor]:
+        """The batch, the last hidden states of its tokens, and logits of the entries' draws."""
+        batch = self.builder.build(entries)
+        if len(entered := self.builder.entered_blocks(entries)):
             self.kv.clear(entered)
-        hidden = self._model.hidden(batch, self.kv)
-        return hidden, self._model.logits(hidden, batch.sample_at)
+        hidden = self.model.hidden(batch, self.kv)
+        return batch, hidden, self.model.logits(hidden, batch.sample_at)
 
     def _update_rows(self, step: StepInputView) -> None:
         header = step.header
         num_rows, num_appends = int(header[step.NUM_ROWS]), int(header[step.NUM_APPENDS])
         rows, generation = step.rows[:num_rows], step.generation[:num_rows]
         for i in np.flatnonzero(step.flags[:num_rows] & StepFlag.NEW).tolist():
-            self._rows.admit(int(rows[i]), int(generation[i]))
-            self._sampler.admit(int(rows[i]))
-            self.proposer.admit(int(rows[i]), self._table.token_ids[rows[i], : self._table.num_known[rows[i]]])
+            self.rows.admit(int(rows[i]), int(generation[i]))
+            self.sampler.admit(int(rows[i]))
+            self.proposer.admit(int(rows[i]), self.table.token_ids[rows[i], : self.table.num_known[rows[i]]])
         if num_appends:
-            self._rows.append_blocks(
+            self.rows.append_blocks(
                 step.append_rows[:num_appends], step.append_index[:num_appends], step.append_blocks[:num_appends]
             )
-        self._rows.check(rows, generation)
+        self.rows.check(rows, generation)
 
     def _entries(self, step: StepInputView) -> Entries:
         """What the step computes, with the drafts that are made for it now."""
         num_decode = int(step.header[step.NUM_DECODE])
-        start = known_start(step, self._rows)
+        start = known_start(step, self.rows)
         rows = step.rows[:num_decode].astype(np.int64)
-        drafts = self.proposer.propose(rows, room_for_drafts(step, self._rows, start))
+        drafts = self.proposer.propose(rows, room_for_drafts(step, self.rows, start))
         self._constraints.expect(rows, drafts)
-        return entries_of(step, self._rows, start, drafts)
+        return entries_of(step, self.rows, start, drafts)
 
     def _places(self, entries: Entries) -> Places:
         entry, place = places(entries)
@@ -160,15 +161,15 @@ class Runner:
         decode = entry < entries.num_decode
         drafts[decode] = entries.drafts.tokens[entry[decode]]
         position = entries.end[entry] - entries.num_draws[entry] + place + 1
-        return Places(rows, position, self._rows.num_outputs[rows] + place, place, drafts)
+        return Places(rows, position, self.rows.num_outputs[rows] + place, place, drafts)
 
     def _move_on(self, entries: Entries, runs: Runs) -> None:
         """Row state follows what was drawn."""
         drew = np.flatnonzero(runs.count)
         rows, count, tokens = entries.rows[drew], runs.count[drew], runs.tokens[drew]
         position = entries.end[drew] - entries.num_draws[drew] + count
-        self._rows.draw(rows, position, tokens[np.arange(len(drew)), count - 1], count)
-        self._sampler.accept(entries.rows[runs.entry[runs.kept]], runs.tokens[runs.entry, runs.place][runs.kept])
+        self.rows.draw(rows, position, tokens[np.arange(len(drew)), count - 1], count)
+        self.sampler.accept(entries.rows[runs.entry[runs.kept]], runs.tokens[runs.entry, runs.place][runs.kept])
         self.proposer.accept(rows, tokens, count)
 
     def _write(self, output: StepOutputView, entries: Entries, runs: Runs, draws: Draws) -> None:

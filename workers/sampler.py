@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipring.kernels.logprobs import top_logprobs
+from slipring.kernels.philox import noise_for_tokens
 from slipring.kernels.sampling import GREEDY_BELOW, DrawParams, apply_penalties, draw
 from slipring.kernels.token_mask import apply_token_mask
 from slipring.shm.params import MAX_LOGPROBS
@@ -27,6 +28,8 @@ from slipring.workers.penalties import PenaltyCounts
 from slipring.workers.row_edits import RowEdits
 
 IntArray = NDArray[np.int64]
+_GUESS_CANDIDATES = 32
+"""Best tokens of a draft model that noise is added to."""
 
 _COLUMNS = (
     "temperature",
@@ -130,6 +133,19 @@ class Sampler:
         drawn = tokens.numpy()
         logprobs = None if raw is None else self._logprobs(raw, asked, drawn, rows)
         return Draws(drawn, ok.numpy(), rows[masks.failed], logprobs)
+
+    def guess(self, scores: Tensor, token_ids: Tensor, rows: IntArray, position: IntArray) -> Tensor:
+        """What a draft model's scores [R, V'] of the tokens `token_ids` [V'] say the target will draw: indices [R].
+
+        The target's own noise is added for rows with a temperature, so that like scores lead to like tokens.
+        """
+        best, at = scores.topk(min(_GUESS_CANDIDATES, scores.shape[1]), dim=1)
+        params = self._draw_params(rows, position)
+        warm = params.temperature >= GREEDY_BELOW
+        noise = noise_for_tokens(token_ids[at], params.seed, params.position, params.choice)
+        noisy = best / params.temperature.clamp(min=GREEDY_BELOW).unsqueeze(1) + noise
+        choice = torch.where(warm, noisy.argmax(1), 0)
+        return at.gather(1, choice.unsqueeze(1)).squeeze(1)
 
     def accept(self, rows: IntArray, tokens: IntArray) -> None:
         """These tokens [N] are the next ones of the rows beside them; a row's stand in order."""

@@ -17,15 +17,15 @@ TOLERANCE = {"float32": 5e-4}
 def logits_of(rig: Rig, prompt: list[int]) -> torch.Tensor:
     """Logits at the prompt's end, caught on their way to the sampler."""
     caught: list[torch.Tensor] = []
-    sample = rig.runner._sampler.sample
+    sample = rig.runner.sampler.sample
 
     def catch(logits, *rest):
         caught.append(logits.float().clone())
         return sample(logits, *rest)
 
-    rig.runner._sampler.sample = catch
+    rig.runner.sampler.sample = catch
     rig.run([], [(rig.admit(prompt), len(prompt))])
-    rig.runner._sampler.sample = sample
+    rig.runner.sampler.sample = sample
     return caught[0][0]
 
 

@@ -139,6 +139,11 @@ class Llama:
         """The final norm of rows `at` [S] int64 of `hidden`: [S, hidden]."""
         return rmsnorm(hidden.index_select(0, at), self.norm, self.eps)[0]
 
+    def output_rows(self, token_ids: Tensor) -> Tensor:
+        """Rows of the output matrix, [len(token_ids), hidden]."""
+        dense = self.head.to_dense() if self.head.is_mkldnn else self.head
+        return dense[token_ids]
+
     def logits(self, hidden: Tensor, at: Tensor) -> Tensor:
         """[S, vocab] of rows `at` [S] int64 of `hidden`."""
         if not len(at):

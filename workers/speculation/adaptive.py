@@ -7,10 +7,19 @@ not worth their cost gets none, but is tried again with a few after a while, whi
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
-from slipring.workers.speculation.proposer import Drafts, IntArray, Proposer
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slipring.workers.batch import Batch
+    from slipring.workers.entries import Entries
+    from slipring.workers.speculation.verify import Runs
+
+from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer, Proposer
 from slipring.workers.speculation.step_costs import StepCosts
 
 _KEEP = 0.9
@@ -25,7 +34,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 4, 64
 """Steps without drafts before a row is tried again."""
 
 
-class AdaptiveProposer:
+class AdaptiveProposer(NullProposer):
     """A proposer's drafts, as many as pay."""
 
     def __init__(self, proposer: Proposer, costs: StepCosts, num_rows: int) -> None:
@@ -44,13 +53,17 @@ class AdaptiveProposer:
         self._proposer.admit(row, token_ids)
 
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
-        drafts = self._proposer.propose(rows, most)
-        if drafts.num.any():
-            num = np.minimum(drafts.num, self._that_pay(rows, drafts.num) + self._to_try(rows, drafts.num))
-            self._count_waits(rows, drafts.num, num)
+        if self._proposer.is_free:
+            drafts = self._proposer.propose(rows, most)
+            num = self._worth_it(rows, drafts.num)
             drafts = Drafts(drafts.tokens[:, : int(num.max(initial=0))], num)
+        else:
+            drafts = self._proposer.propose(rows, self._worth_it(rows, most))
         self._num_drafts[rows] = drafts.num
         return drafts
+
+    def saw(self, entries: Entries, batch: Batch, hidden: Tensor, runs: Runs | None) -> None:
+        self._proposer.saw(entries, batch, hidden, runs)
 
     def accept(self, rows: IntArray, tokens: IntArray, counts: IntArray) -> None:
         self._proposer.accept(rows, tokens, counts)
@@ -66,6 +79,14 @@ class AdaptiveProposer:
         """[R]: the chance that a draft is accepted when those before it were."""
         overall = self._overall[0] / self._overall[1]
         return (self._accepted[rows] + _PRIOR_TRIALS * overall) / (self._trials[rows] + _PRIOR_TRIALS)
+
+    def _worth_it(self, rows: IntArray, offered: IntArray) -> IntArray:
+        """[D]: how many of the offered drafts are taken."""
+        if not offered.any():
+            return offered
+        taken = np.minimum(offered, self._that_pay(rows, offered) + self._to_try(rows, offered))
+        self._count_waits(rows, offered, taken)
+        return taken
 
     def _that_pay(self, rows: IntArray, num: IntArray) -> IntArray:
         """[D]: how many of each entry's drafts the best step takes."""

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from safetensors import SafetensorError
+
 from slipring.shm.spec import WorkerConfig
+from slipring.workers.link import StartRefused
 from slipring.workers.runner import Runner
 from slipring.workers.speculation.adaptive import AdaptiveProposer
+from slipring.workers.speculation.eagle import EagleProposer, Target
+from slipring.workers.speculation.eagle_head import load_head
 from slipring.workers.speculation.ngram import NgramProposer
 from slipring.workers.speculation.proposer import NullProposer, Proposer
 from slipring.workers.speculation.step_costs import StepCosts
@@ -21,12 +28,24 @@ def build_proposer(config: WorkerConfig, runner: Runner) -> Proposer:
     room = runner.kv.num_blocks * config.block_size
     sizes = [size for size in _SIZES if size <= max(2, min(most, room))]
     costs = StepCosts(sizes, runner.decode_costs(sizes))
-    return AdaptiveProposer(_proposer(config), costs, config.num_rows)
+    return AdaptiveProposer(_proposer(config, runner), costs, config.num_rows)
 
 
-def _proposer(config: WorkerConfig) -> Proposer:
+def _proposer(config: WorkerConfig, runner: Runner) -> Proposer:
     spec = config.speculation
     assert spec is not None
     if spec.method == "ngram":
         return NgramProposer(config.num_rows, spec.prompt_lookup_min, spec.prompt_lookup_max)
+    if spec.method == "eagle":
+        return _eagle(config, Path(spec.model or ""), runner)
     raise ValueError(f"speculation method {spec.method!r} is not supported")
+
+
+def _eagle(config: WorkerConfig, path: Path, runner: Runner) -> EagleProposer:
+    target = Target(
+        config.model, runner.model, runner.kv, runner.table, runner.rows, runner.builder, runner.sampler
+    )
+    try:
+        return EagleProposer(target, *load_head(path, config.model))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise StartRefused(f"the head for --speculative-config cannot be loaded: {error}") from error

@@ -9,10 +9,17 @@ proposer may forget a row, or be wrong, at any time.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slipring.workers.batch import Batch
+    from slipring.workers.entries import Entries
+    from slipring.workers.speculation.verify import Runs
 
 IntArray = NDArray[np.int64]
 
@@ -32,12 +39,19 @@ class Drafts:
 
 
 class Proposer(Protocol):
+    is_free: bool
+    """Proposing costs next to nothing, so it may be asked for more than will be used."""
+
     def admit(self, row: int, token_ids: NDArray[np.int32]) -> None:
         """The row belongs to another request now, whose tokens so far are `token_ids`."""
         ...
 
     def accept(self, rows: IntArray, tokens: IntArray, counts: IntArray) -> None:
         """tokens[i, :counts[i]] [R, W] were drawn for rows[i]; `rows` are distinct."""
+        ...
+
+    def saw(self, entries: Entries, batch: Batch, hidden: Tensor, runs: Runs | None) -> None:
+        """A step is over: hidden [T, hidden] of its tokens, in the batch's order, and what was drawn."""
         ...
 
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
@@ -52,10 +66,15 @@ class Proposer(Protocol):
 class NullProposer:
     """Guesses nothing."""
 
+    is_free = True
+
     def admit(self, row: int, token_ids: NDArray[np.int32]) -> None:
         """Nothing to remember."""
 
     def accept(self, rows: IntArray, tokens: IntArray, counts: IntArray) -> None:
+        """Nothing to remember."""
+
+    def saw(self, entries: Entries, batch: Batch, hidden: Tensor, runs: Runs | None) -> None:
         """Nothing to remember."""
 
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:

@@ -1,0 +1,125 @@
+"""An EAGLE head inside the real Runner: it changes no token, and its paged state is that of a dense computation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipring.kernels.rope import rope
+from slipring.shm.params import SamplingParams
+from slipring.shm.spec import ModelSpec
+from slipring.workers.speculation.eagle import EagleProposer, Target
+from slipring.workers.speculation.eagle_head import forward, load_head, save_head, shapes
+from tests.workers.runner_rig import GREEDY, Rig, Sequence
+from tests.workers.tiny_models import save_tiny
+
+SEEDED = SamplingParams(max_tokens=1, temperature=1.0, seed=11)
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    return save_tiny("llama", tmp_path_factory.mktemp("tiny"))[0]
+
+
+@pytest.fixture(scope="module")
+def head(spec: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random head, over most of the vocabulary."""
+    path, generator = tmp_path_factory.mktemp("head"), torch.Generator().manual_seed(1)
+    weights = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes(spec).items()}
+    save_head(path, weights, torch.arange(3, spec.vocab_size - 2), {"method": "eagle"})
+    return path
+
+
+def with_head(spec: ModelSpec, head: Path, **changes: object) -> tuple[Rig, EagleProposer]:
+    rig = Rig(spec, max_draft=3, num_blocks=256, **changes)
+    runner = rig.runner
+    target = Target(spec, rig.model, rig.kv, rig.table, runner.rows, runner.builder, runner.sampler)
+    runner.proposer = proposer = EagleProposer(target, *load_head(head, spec))
+    return rig, proposer
+
+
+def prompts() -> list[list[int]]:
+    random = np.random.default_rng(5)
+    return [random.integers(3, 260, size=n).tolist() for n in (1, 5, 8, 23, 41)]
+
+
+def generate(rig: Rig, params: SamplingParams, chunk: int = 16) -> list[Sequence]:
+    sequences = [rig.admit(prompt, params) for prompt in prompts()]
+    rig.generate(sequences, 20, chunk=chunk)
+    return sequences
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_head_changes_no_token(spec: ModelSpec, head: Path, params: SamplingParams) -> None:
+    want = generate(Rig(spec, num_blocks=256), params)
+    got = generate(with_head(spec, head)[0], params)
+    for sequence, reference in zip(got, want, strict=True):
+        assert sequence.outputs[:20] == reference.outputs[:20]
+
+
+def dense_guess(rig: Rig, head: Path, tokens: list[int]) -> Tensor:
+    """The head's guess after `tokens`, with nothing paged and nothing incremental."""
+    spec, model = rig.config.model, rig.model
+    other = Rig(spec, num_blocks=256)
+    sequence = other.admit(tokens[:-1])
+    seen: list[Tensor] = []
+    inner = model.hidden
+    other.runner.model.hidden = lambda batch, kv: seen.append(inner(batch, kv)) or seen[-1]  # type: ignore[method-assign]
+    other.run([], [(sequence, len(tokens) - 1)])
+    hidden = model.normed(seen[0], torch.arange(len(tokens) - 1))
+    cos, sin = model.cos_sin[: len(tokens) - 1].unsqueeze(2).unbind(1)
+
+    def attend(heads: Tensor, value: Tensor) -> Tensor:
+        turned = rope(heads, cos, sin)
+        query, key = turned[:, : spec.num_heads], turned[:, spec.num_heads :]
+        groups = spec.num_heads // spec.num_kv_heads
+        q, k, v = (
+            x.transpose(0, 1)[None]
+            for x in (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
+        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out[0].transpose(0, 1).flatten(1)
+
+    weights, _ = load_head(head, spec)
+    embedded = F.embedding(torch.tensor(tokens[1:]), model.embedding)
+    with torch.inference_mode():
+        return forward(weights, F.linear, spec, embedded, hidden, attend)[-1]
+
+
+@pytest.mark.parametrize("chunk", [4, 16])
+def test_paged_state_is_that_of_a_dense_computation(spec: ModelSpec, head: Path, chunk: int) -> None:
+    rig, proposer = with_head(spec, head)
+    for sequence in generate(rig, SEEDED, chunk):
+        assert proposer._ready[sequence.row]
+        with torch.inference_mode():
+            expected = dense_guess(rig, head, sequence.tokens)
+        assert (proposer._hidden[sequence.row] - expected).abs().max() < 1e-3
+
+
+def test_a_row_with_a_hole_is_not_drafted(spec: ModelSpec, head: Path) -> None:
+    rig, proposer = with_head(spec, head)
+    (prompt,) = [prompt for prompt in prompts() if len(prompt) == 23]
+    first = rig.admit(prompt)
+    rig.generate([first], 6)
+    # Another row on the first one's blocks, as the prefix cache gives them out: entered once, they count as such.
+    for whole, expected in ((True, True), (False, False)):
+        again = rig.admit(prompt)
+        again.num_computed, again.blocks[:2] = 16, first.blocks[:2]
+        rig.table.block_table[again.row, :2] = first.blocks[:2]
+        if not whole:
+            proposer._entered[first.blocks[1]] = False
+        rig.generate([again], 6)
+        assert bool(proposer._ready[again.row]) is expected
+        assert again.outputs[:6] == first.outputs[:6]
+
+
+def test_a_head_for_another_model_is_refused(spec: ModelSpec, head: Path, tmp_path: Path) -> None:
+    other = save_tiny("qwen3", tmp_path)[0]
+    if shapes(other) != shapes(spec):
+        with pytest.raises(ValueError, match="another model"):
+            load_head(head, other)

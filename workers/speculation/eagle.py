@@ -1,0 +1,163 @@
+"""Drafts from an EAGLE head (`eagle_head.py`), which reads the target's hidden states.
+
+The head's keys and values lie in a pool of their own with the target's block numbers: position p of a row is kept
+where the target keeps it, so blocks that the prefix cache shares bring their draft state along. Every step's accepted
+positions are entered (`saw`), with the target's hidden states; what the head writes for its own drafts is overwritten
+then.
+
+A row has a hole when positions before the first one it computes were never entered: its blocks came from a tier, or
+from a time when the head was not run. It is not drafted for as long as it lives. `_entered` says so for each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipring.kernels.linear import linear, pack_weight
+from slipring.shm.spec import ModelSpec
+from slipring.shm.table import BatchTable
+from slipring.workers.batch import Batch
+from slipring.workers.batch_builder import BatchBuilder
+from slipring.workers.entries import Entries
+from slipring.workers.kv_cache import KvCache
+from slipring.workers.models.llama import Llama
+from slipring.workers.rows import Rows
+from slipring.workers.sampler import Sampler
+from slipring.workers.speculation.eagle_head import MATRICES, forward
+from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer
+from slipring.workers.speculation.verify import Runs
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the head needs of the worker it runs in."""
+
+    spec: ModelSpec
+    model: Llama
+    kv: KvCache
+    table: BatchTable
+    rows: Rows
+    builder: BatchBuilder
+    sampler: Sampler
+
+
+class EagleProposer(NullProposer):
+    is_free = False
+
+    def __init__(self, target: Target, weights: dict[str, Tensor], token_ids: Tensor) -> None:
+        """`weights`, `token_ids` as `load_head` returns them."""
+        self._target = target
+        dtype, num_rows = target.model.embedding.dtype, target.table.shape.num_rows
+        cast = {name: weight.to(dtype) for name, weight in weights.items()}
+        self._weights = cast | {name: pack_weight(cast[name]) for name in MATRICES}
+        self._token_ids = token_ids
+        self._head = pack_weight(target.model.output_rows(token_ids))
+        shape = target.kv.pools[0][0].shape
+        self._pools = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        self._hidden = torch.zeros((num_rows, target.spec.hidden_size), dtype=dtype)
+        """The head's guess of the hidden state at each row's last token."""
+        self._ready: NDArray[np.bool_] = np.zeros(num_rows, bool)
+        """Rows without a hole whose guess is of their last token."""
+        self._begun: NDArray[np.bool_] = np.zeros(num_rows, bool)
+        self._entered: NDArray[np.bool_] = np.zeros(shape[0], bool)
+        """Blocks whose positions have all been entered."""
+        self._whole: NDArray[np.bool_] = np.zeros(num_rows, bool)
+
+    def admit(self, row: int, token_ids: NDArray[np.int32]) -> None:
+        self._ready[row] = self._begun[row] = False
+
+    @torch.inference_mode()
+    def saw(self, entries: Entries, batch: Batch, hidden: Tensor, runs: Runs | None) -> None:
+        """Enter what is known for certain now, and guess on from each row's last token."""
+        target, drew = self._target, np.zeros(len(entries.rows), np.int64) if runs is None else runs.count
+        decode = np.arange(len(entries.rows)) < entries.num_decode
+        count = np.where(decode, drew, entries.num_tokens)
+        known = Entries(entries.rows, entries.start, count, entries.num_decode, entries.drafts, (drew > 0).astype(int))
+        if not count.any():
+            return
+        self._find_holes(known)
+        mine = target.builder.build(known)
+        assert batch.entry_at is not None and mine.entry_at is not None
+        entry = np.repeat(np.arange(len(count)), count)
+        place = np.arange(len(entry)) - np.repeat(np.cumsum(count) - count, count)
+        at = np.empty(len(entry), np.int64)
+        at[mine.entry_at[entry] + place] = batch.entry_at[entry] + place
+        following = np.empty(len(entry), np.int64)
+        following[mine.entry_at[entry] + place] = self._following(entries, runs, entry, place)
+        embedded = F.embedding(torch.from_numpy(following), target.model.embedding)
+        guessed = self._forward(mine, embedded, target.model.normed(hidden, torch.from_numpy(at)))
+        drawn = np.flatnonzero(drew > 0)
+        self._hidden[torch.from_numpy(entries.rows[drawn])] = guessed.index_select(0, mine.sample_at)
+        self._ready[entries.rows[drawn]] = self._whole[entries.rows[drawn]]
+
+    @torch.inference_mode()
+    def propose(self, rows: IntArray, most: IntArray) -> Drafts:
+        most = np.where(self._ready[rows], most, 0)
+        width = int(most.max(initial=0))
+        drafts = Drafts(np.zeros((len(rows), width), np.int64), most)
+        at = np.flatnonzero(most)
+        if not len(at):
+            return drafts
+        of_rows = rows[at]
+        hidden, position = self._hidden[torch.from_numpy(of_rows)], self._target.rows.position[of_rows]
+        for place in range(width):
+            if place:
+                hidden = self._step(of_rows, position + place - 1, drafts.tokens[at, place - 1], hidden)
+            scores = linear(hidden, self._head).float()
+            guess = self._target.sampler.guess(scores, self._token_ids, of_rows, position + place + 1)
+            drafts.tokens[at, place] = self._token_ids[guess].numpy()
+        return drafts
+
+    def _step(self, rows: IntArray, position: IntArray, tokens: IntArray, hidden: Tensor) -> Tensor:
+        """One more guess for each row: from the hidden state at `position`, and the token that follows it."""
+        ones = np.ones(len(rows), np.int64)
+        batch = self._target.builder.build(Entries(rows, position, ones, len(rows), Drafts.none(len(rows)), ones))
+        assert batch.entry_at is not None
+        order = torch.from_numpy(np.argsort(batch.entry_at))  # entries in the batch's order
+        embedded = F.embedding(torch.from_numpy(tokens), self._target.model.embedding)
+        guessed = self._forward(batch, embedded[order], hidden[order])
+        return guessed.index_select(0, batch.sample_at)
+
+    def _forward(self, batch: Batch, embedded: Tensor, hidden: Tensor) -> Tensor:
+        spec, cos_sin = self._target.spec, self._target.model.cos_sin
+        scale = spec.head_dim**-0.5
+
+        def attend(heads: Tensor, value: Tensor) -> Tensor:
+            return batch.attention.layer(heads, value, cos_sin, self._pools, scale)
+
+        multiply: Callable[[Tensor, Tensor], Tensor] = linear
+        return forward(self._weights, multiply, spec, embedded, hidden, attend)
+
+    def _following(self, entries: Entries, runs: Runs | None, entry: IntArray, place: IntArray) -> IntArray:
+        """The token after each computed position: the drawn one, or the prompt's next."""
+        table = self._target.table.token_ids
+        position = np.minimum(entries.start[entry] + place + 1, table.shape[1] - 1)
+        following = table[entries.rows[entry], position].astype(np.int64)
+        if runs is not None:
+            # Of a decode entry every position was followed by a draw, of a prompt's last chunk only the last one.
+            draw = place - (entries.num_tokens - runs.count)[entry]
+            draw = np.where(entry < entries.num_decode, place, draw)
+            drawn = (draw >= 0) & (runs.count[entry] > 0)
+            following[drawn] = runs.tokens[entry[drawn], draw[drawn]]
+        return following
+
+    def _find_holes(self, known: Entries) -> None:
+        """Which rows have their whole past entered, and which blocks this step fills."""
+        rows, size = known.rows, self._target.table.shape.block_size
+        table = self._target.rows.block_table
+        for row, start in zip(rows.tolist(), known.start.tolist(), strict=True):
+            if not self._begun[row]:
+                self._begun[row] = True
+                self._whole[row] = bool(self._entered[table[row, : start // size]].all())
+        for row, start, end in zip(rows.tolist(), known.start.tolist(), known.end.tolist(), strict=True):
+            full = table[row, start // size : end // size]
+            self._entered[full] = self._whole[row]
+            if end % size:
+                self._entered[table[row, end // size]] = False
