@@ -25,8 +25,9 @@ from slipring.http.access_log import AccessLog
 from slipring.http.api import Api
 from slipring.http.config import ServerConfig
 from slipring.http.console import Console
+from slipring.http.listeners import BindError, bind, bind_unix, tls_context
 from slipring.http.reporter import Reporter, Sink
-from slipring.http.server import BindError, HttpServer, bind, bind_unix, tls_context
+from slipring.http.server import HttpServer
 from slipring.http.tracing import SpanExporter, TracingError
 from slipring.runtime.config import EngineConfig
 from slipring.runtime.engine import ConfigError, Engine, ModelError, StartupError

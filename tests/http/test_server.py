@@ -18,7 +18,8 @@ import pytest
 import uvloop
 
 from slipring.http.api import Api
-from slipring.http.server import BindError, HttpServer, bind, bind_unix, tls_context
+from slipring.http.listeners import BindError, bind, bind_unix, tls_context
+from slipring.http.server import HttpServer
 from tests.http.calls import CHAT, COMPLETIONS, HELLO, make_api
 from tests.http.engine_double import EngineDouble
 
