@@ -20,6 +20,7 @@ from slipring.shm.ring import RingReader, RingWriter, create_ring
 from slipring.shm.segment import Segment
 from slipring.shm.spec import ModelSpec, WorkerConfig
 from slipring.shm.table import BatchTable
+from slipring.shm.weights import WeightSegment
 from slipring.shm.wire import SlotKind, StepInputView, StepOutputView, StepShape
 
 SPIN_US = 50
@@ -30,14 +31,22 @@ _CONTROL_BYTES = 16384
 
 
 class Epoch:
-    def __init__(self, config: ResolvedConfig, spec: ModelSpec, number: int, tier: Segment | None = None) -> None:
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        spec: ModelSpec,
+        number: int,
+        weights: WeightSegment,
+        tier: Segment | None = None,
+    ) -> None:
         """Allocates the shared memory. Raises OSError when it is short; then nothing is left of it.
 
-        `tier`: the CPU tier's memory, which belongs to the engine and outlives every epoch.
+        `weights` and `tier` (the CPU tier's memory) belong to the engine and outlive every epoch.
         """
         self.number = number
         self._config = config
         self._spec = spec
+        self._weights = weights
         self.step_shape = shape = StepShape.of(config.user.max_num_seqs, config.max_draft, config.user.block_size)
         self._tier = tier
         self._segments: list[Segment] = []
@@ -80,6 +89,7 @@ class Epoch:
             *([self._tier.fd] if self._tier is not None else []),
             self._reply_ring.fd,
             *(bell.fd for bell in self._bells),
+            self._weights.fd,
         )
         self.worker.spawn(
             self._config.user.worker_module, self._worker_config, inherit, self._config.worker_environment()
@@ -165,6 +175,7 @@ class Epoch:
             reply_doorbell_fd=self.reply_bell.fd,
             tier_fd=None if self._tier is None else self._tier.fd,
             tier_bytes=0 if self._tier is None else self._tier.nbytes,
+            weights_fd=self._weights.fd,
             lifeline_fd=lifeline_fd,
             reader_index=0,
             spin_us=SPIN_US,

@@ -34,6 +34,7 @@ from slipring.scheduler.scheduler import Scheduler
 from slipring.scheduler.step import Counters
 from slipring.shm import wire
 from slipring.shm.spec import ModelSpec
+from slipring.shm.weights import WeightSegment
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +70,18 @@ class Watcher(Protocol):
 
 class Replica:
     def __init__(
-        self, config: ResolvedConfig, spec: ModelSpec, watcher: Watcher, tiers: KvTiers | None = None
+        self,
+        config: ResolvedConfig,
+        spec: ModelSpec,
+        weights: WeightSegment,
+        watcher: Watcher,
+        tiers: KvTiers | None = None,
     ) -> None:
-        """Raises OSError when shared memory is short."""
+        """`weights` and `tiers` are all replicas'. Raises OSError when shared memory is short."""
         self.rank = config.rank
         self._config = config
         self._spec = spec
+        self._weights = weights
         self._watcher = watcher
         self._tiers = tiers
         self._sentinel = Sentinel()
@@ -323,6 +330,7 @@ class Replica:
         self._run(self._start_epoch())
 
     def _respawn_fresh(self) -> None:
+        self._weights.renew()
         self._respawn()
 
     def _stop_admission(self) -> None:
@@ -359,7 +367,7 @@ class Replica:
     def _new_loop(self) -> StepLoop:
         self._num_epochs += 1
         tier = None if self._tiers is None else self._tiers.segment
-        return StepLoop(Epoch(self._config, self._spec, self._num_epochs, tier), self._config, self)
+        return StepLoop(Epoch(self._config, self._spec, self._num_epochs, self._weights, tier), self._config, self)
 
     async def _take_apart(self) -> None:
         """After a fault: wait for the worker's end, keep what it had published, and go on if nobody need be asked."""

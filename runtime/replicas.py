@@ -20,6 +20,7 @@ from slipring.runtime.tiers.kv_tiers import KvTiers
 from slipring.scheduler.request import Request
 from slipring.shm import wire
 from slipring.shm.spec import ModelSpec
+from slipring.shm.weights import WeightSegment
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +48,12 @@ class Replicas:
         self._tell_progress = on_progress
         self._fail = fail
         self._router = Router(slack=max(8, config.user.max_num_seqs // 4))
+        self._weights = WeightSegment()
         self._all: list[Replica] = []
         try:
             for rank in range(config.user.data_parallel_size):
-                self._all.append(Replica(msgspec.structs.replace(config, rank=rank), spec, self, tiers))
+                own = msgspec.structs.replace(config, rank=rank)
+                self._all.append(Replica(own, spec, self._weights, self, tiers))
         except OSError:
             self.close()
             raise
@@ -83,10 +86,12 @@ class Replicas:
 
     async def shut_down(self, timeout_s: float) -> None:
         await asyncio.gather(*(replica.shut_down(timeout_s) for replica in self._all))
+        self._weights.close()
 
     def close(self) -> None:
         for replica in self._all:
             replica.close()
+        self._weights.close()
 
     @property
     def last_lines(self) -> list[str]:

@@ -148,6 +148,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     tier_fd: int | None = None
     """The CPU tier's memory; None: there are no tiers."""
     tier_bytes: int = 0
+    weights_fd: int = -1
+    """The model's shared weights (`weights.py`); -1: the worker loads its own."""
     lifeline_fd: int
     """Read end of a pipe that the engine holds open: end of file means that the engine is gone."""
     reader_index: int

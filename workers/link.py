@@ -156,6 +156,11 @@ class Link:
         if (slot := self._outputs.try_claim()) is not None:
             self._publish(SlotKind.PROGRESS, wire.encode(Progress(done=done, total=total)), slot)
 
+    def still_loading(self) -> None:
+        """A sign of life while another worker loads. Raises EngineGone."""
+        self.beat(Phase.LOADING)
+        self._watch_lifeline()
+
     def publish_error(self, error: BaseException) -> None:
         """The last word. Gives up quietly when the ring stays full or the engine is gone: stderr has the same."""
         text = "".join(traceback.format_exception(error))

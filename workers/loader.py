@@ -17,11 +17,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from slipring.kernels.linear import pack_weight
 from slipring.shm.spec import ModelSpec, TensorSpec
 from slipring.workers.dequantize import dequantize_into, row_bytes
 from slipring.workers.gguf_names import canonical_name, permuted_heads
 from slipring.workers.link import StartRefused
 from slipring.workers.quantized import MARKS, Part, QuantizedLinear, dequantize_part, read_part
+from slipring.workers.weight_share import WeightShare
 
 ProgressFn = Callable[[int, int], None]
 """Called with (bytes read so far, bytes in all)."""
@@ -52,8 +54,10 @@ class Weights:
         progress: ProgressFn | None = None,
         device: str | torch.device = "cpu",
         keep_quantized: bool | None = None,
+        share: WeightShare | None = None,
     ) -> None:
         self.spec = spec
+        self._share = share
         self.dtype = dtype
         self.device = torch.device(device)
         on_gpu = self.device.type == "cuda" and dtype.itemsize == 2
@@ -74,6 +78,18 @@ class Weights:
 
     def fused(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
         """Tensors of equal width stacked by rows into one of `shape`, dequantised if need be. Raises WeightError."""
+        return self._kept(" ".join(names), lambda: self._fused(names, shape))
+
+    def packed(self, names: Sequence[str], shape: tuple[int, ...], made: Tensor | None = None) -> Tensor:
+        """As `fused`, in the form that `kernels.linear` wants; `made`: the same tensor, if it is there already."""
+        return self._kept(
+            " ".join(["packed", *names]), lambda: pack_weight(self._fused(names, shape) if made is None else made)
+        )
+
+    def _kept(self, key: str, make: Callable[[], Tensor]) -> Tensor:
+        return make() if self._share is None else self._share.tensor(key, make)
+
+    def _fused(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
         out = torch.empty(shape, dtype=self.dtype)
         row = 0
         for name in names:
@@ -113,7 +129,12 @@ class Weights:
         return raw.view(dtype).view(tensor.shape)
 
     def close(self) -> None:
+        """The model is built."""
         self._files.clear()
+        if self._share is not None:
+            self._share.finish()
+            if self._progress is not None:
+                self._progress(self._total, self._total)
 
     def _is_quantized(self, name: str) -> bool:
         module, quantization = name.removesuffix(".weight"), self.spec.quantization

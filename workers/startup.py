@@ -25,6 +25,7 @@ from slipring.workers.runner import Runner
 from slipring.workers.speculation.build import build_proposer
 from slipring.workers.startup_clock import PhaseClock
 from slipring.workers.transfers import BlockMover
+from slipring.workers.weight_share import WeightShare
 
 
 def build_executor(config: WorkerConfig, link: Link) -> Executor:
@@ -77,7 +78,10 @@ def _for_device(
 
 def _for_cpu(config: WorkerConfig, link: Link, clock: PhaseClock, grammars: GrammarStore) -> tuple[Executor, KvCache]:
     link.beat(Phase.LOADING)
-    weights = Weights(config.model, DTYPES[config.dtype], link.progress)
+    share = None
+    if config.weights_fd >= 0:
+        share = WeightShare(config.weights_fd, link.still_loading)
+    weights = Weights(config.model, DTYPES[config.dtype], link.progress, share=share)
     with torch.inference_mode():
         model = build_model(config.model, weights, config.max_model_len)
     weights.close()

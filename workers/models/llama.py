@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipring.kernels.linear import linear, pack_weight
+from slipring.kernels.linear import linear
 from slipring.kernels.rmsnorm import rmsnorm
 from slipring.kernels.rope import build_cos_sin, inverse_frequencies
 from slipring.kernels.silu_mul import silu_mul
@@ -35,7 +35,7 @@ class Linear:
         names = [f"{part}.weight" for part in parts]
         shape = (out_features, in_features)
         self.quantized = weights.quantized(names, shape)
-        self.weight = None if self.quantized else pack_weight(weights.fused(names, shape))
+        self.weight = None if self.quantized else weights.packed(names, shape)
         self.bias = weights.fused([f"{part}.bias" for part in parts], (out_features,)) if bias else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -122,7 +122,8 @@ class Llama:
         self.layers = [Layer(self.attention, spec, weights, index) for index in range(spec.num_layers)]
         self.norm = weights.get("model.norm.weight", (spec.hidden_size,))
         tied = spec.tie_word_embeddings
-        self.head = pack_weight(self.embedding if tied else weights.get("lm_head.weight", table))
+        name, made = ("model.embed_tokens.weight", self.embedding) if tied else ("lm_head.weight", None)
+        self.head = weights.packed((name,), table, made)
 
     def forward(self, batch: Batch, kv: KvCache) -> Tensor:
         """Logits [S, vocab] in the compute dtype."""
