@@ -97,7 +97,7 @@ def draw_ref(logits: Tensor, params: DrawParams) -> Tensor:
     noisy = noise_for_tokens(token_ids, params.seed, params.position, params.choice).add_(ordered)
     noisy.masked_fill_(ordered < cutoff.unsqueeze(1), float("-inf"))
     drawn = token_ids.gather(1, noisy.argmax(1, keepdim=True)).squeeze(1)
-    if len(wide := torch.nonzero(~filtered | (ordered[:, -1] >= cutoff)).squeeze(1)):
+    if len(wide := torch.nonzero(~filtered | (ordered[:, -1] >= cutoff) & ~torch.isneginf(ordered[:, -1])).squeeze(1)):
         drawn[wide] = _draw_wide(_filter(scores[wide], params.take(wide)), params.take(wide))
     return drawn
 

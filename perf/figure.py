@@ -31,6 +31,7 @@ FIGURES = {
     "frontend": "perf.frontend",
     "connections": "perf.connections",
     "longprompt": "perf.longprompt",
+    "structured": "perf.structured",
     "startup": "perf.startup",
     "idle": "perf.idle",
     "tiers": "perf.tiers",
