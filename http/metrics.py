@@ -22,6 +22,7 @@ from slipring.runtime.metrics import REQUEST_BOUNDS, Histogram
 if TYPE_CHECKING:
     from slipring.http.config import ServerConfig
     from slipring.runtime.engine import Engine
+    from slipring.runtime.metrics import Stats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _OWN = "slipring:"
@@ -86,6 +87,15 @@ _REQUEST_HISTOGRAMS = (
 )
 _SUCCESS = Family("request_success", "Completions by how they ended.", "finished")
 _SOURCES = Family("prompt_tokens_by_source", "Prompt tokens by where their KV came from.", "")
+_FAULTS = Family("faults", "Faults of replicas by what was seen.", "by_event", False)
+_FAULT_COUNTERS = (
+    Family("replayed_requests", "Requests put in line again after a fault.", "num_replayed", False),
+    Family("guilty_requests", "Requests given up because they end every worker.", "num_guilty", False),
+)
+_FAULT_HISTOGRAMS = (
+    Family("fault_detection_seconds", "From a worker's last sign of life to its fault.", "detection_s", False),
+    Family("fault_recovery_seconds", "From a fault to the replica's health.", "recovery_s", False),
+)
 _CACHE_CONFIG = Family("cache_config_info", "The KV cache, told by labels; always 1.", "cache_config")
 
 
@@ -146,9 +156,22 @@ class _Snapshot(Collector):
         sources = {"local_compute": stats.prefix_cache_queries - hits, "local_cache_hit": hits}
         yield from self._by_label(_SOURCES, "source", sources)
         yield from self._info(stats.cache_config)
+        yield from self._faults(stats)
         for source, families in ((stats, _TOKEN_HISTOGRAMS), (stats.requests, _REQUEST_HISTOGRAMS)):
             for family in families:
                 yield from self._histograms(family, getattr(source, family.field))
+
+    def _faults(self, stats: Stats) -> Iterator[Metric]:
+        counts = stats.faults
+        yield from self._by_label(_FAULTS, "event", counts.by_event)
+        for family in _FAULT_COUNTERS:
+            yield from self._numbers(CounterMetricFamily, family, getattr(counts, family.field))
+        for family in _FAULT_HISTOGRAMS:
+            yield from self._histograms(family, getattr(counts, family.field))
+        found = GaugeMetricFamily("slipring:replicas", "Replicas by state.", labels=[*self._labels, "state"])
+        for state, count in stats.replicas.items():
+            found.add_metric([*self._values, state], count)
+        yield found
 
     def _requests(self) -> Metric:
         names = ["method", "route", "status"]

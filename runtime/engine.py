@@ -140,7 +140,13 @@ class Engine:
         try:
             self._tiers = await self._open_tiers()
             self._replicas = Replicas(
-                self.config, self.spec, self._on_state, on_progress, self._fail_requests, self._tiers
+                self.config,
+                self.spec,
+                self._on_state,
+                on_progress,
+                self._fail_requests,
+                self._tiers,
+                self._metrics.faults,
             )
             self.fault_tolerance = FaultTolerance(self._replicas)
         except TierSetupError as error:
@@ -403,6 +409,8 @@ class Engine:
             itl_s=metrics.itl_s.copy(),
             requests=metrics.requests.copy(),
             cache_config=self._cache_config(num_blocks),
+            faults=metrics.faults.copy(),
+            replicas=self._replicas.num_in_state(),
         )
 
     def _accepted_per_position(self, counters: list[Counters]) -> tuple[int, ...] | None:

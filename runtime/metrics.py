@@ -24,6 +24,7 @@ REQUEST_BOUNDS = (
 )  # fmt: skip
 TOKEN_BOUNDS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 COUNT_BOUNDS = (1, 2, 5, 10, 20, 50, 100)
+FAULT_BOUNDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 1.5, 2, 3, 5, 10, 20, 30, 60, 120)
 PREEMPTION_BOUNDS = (0, 1, 2, 3, 5, 10, 20)
 
 
@@ -101,6 +102,29 @@ class RequestHistograms(msgspec.Struct):
         return RequestHistograms(*[getattr(self, name).copy() for name in self.__struct_fields__])
 
 
+class FaultCounts(msgspec.Struct):
+    """What went wrong with replicas, and how long it took until it was right again."""
+
+    by_event: dict[str, int]
+    """Faults by what was seen: `worker exit`, `hang`, ..."""
+    detection_s: Histogram
+    """From the last sign of life of a worker that was computing to the fault; an upper bound of the detection time."""
+    recovery_s: Histogram
+    """From a fault to the replica's being healthy again."""
+    num_replayed: int = 0
+    """Requests put in line again after a fault."""
+    num_guilty: int = 0
+    """Requests given up because they end every worker."""
+
+    @classmethod
+    def empty(cls) -> FaultCounts:
+        return cls({}, Histogram.empty(FAULT_BOUNDS), Histogram.empty(FAULT_BOUNDS))
+
+    def copy(self) -> FaultCounts:
+        histograms = self.detection_s.copy(), self.recovery_s.copy()
+        return FaultCounts(self.by_event.copy(), *histograms, self.num_replayed, self.num_guilty)
+
+
 class Metrics:
     """What one engine counts. Everything only grows."""
 
@@ -112,6 +136,7 @@ class Metrics:
         self.ttft_s = Histogram.empty(TTFT_BOUNDS)
         self.itl_s = Histogram.empty(ITL_BOUNDS)
         self.requests = RequestHistograms.empty()
+        self.faults = FaultCounts.empty()
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,6 +168,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     requests: RequestHistograms
     cache_config: dict[str, str]
     """Settings of the KV cache, for people and dashboards."""
+    faults: FaultCounts = msgspec.field(default_factory=FaultCounts.empty)
+    replicas: dict[str, int] = {}
+    """How many are in each state."""
 
     @property
     def num_accepted_tokens(self) -> int:

@@ -59,6 +59,10 @@ class Watcher(Protocol):
 
     def on_progress(self, progress: wire.Progress) -> None: ...
 
+    def on_replay(self, replica: Replica, num_requests: int) -> None:
+        """So many requests go in line again, after a fault."""
+        ...
+
     def on_guilty(self, replica: Replica, request: Request, reason: str) -> None:
         """This one is the replica's no more: it must end."""
         ...
@@ -307,6 +311,7 @@ class Replica:
         )
         scheduler.frozen = self._is_frozen
         self.step_loop.begin(scheduler, self._collector)
+        self._watcher.on_replay(self, len(self._requests))
         for request in self._in_order(request for request in self._requests.values() if not self._is_held(request)):
             self.step_loop.add(request)
 

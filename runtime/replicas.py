@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
 
 from slipring.runtime.config import ResolvedConfig
+from slipring.runtime.metrics import FaultCounts
 from slipring.runtime.replica import Replica
 from slipring.runtime.router import Candidate, Router
 from slipring.runtime.supervisor import SERVING, State
@@ -41,15 +43,18 @@ class Replicas:
         on_progress: Callable[[wire.Progress], None],
         fail: Callable[[list[Request], str], None],
         tiers: KvTiers | None = None,
+        faults: FaultCounts | None = None,
     ) -> None:
         """Raises OSError when shared memory is short; then nothing is left of it."""
         self._config = config
         self._tell_state = on_state
         self._tell_progress = on_progress
         self._fail = fail
+        self._faults = faults or FaultCounts.empty()
         self._router = Router(slack=max(8, config.user.max_num_seqs // 4))
         self._weights = WeightSegment()
         self._all: list[Replica] = []
+        self._healthy_since = [0.0] * config.user.data_parallel_size
         try:
             for rank in range(config.user.data_parallel_size):
                 own = msgspec.structs.replace(config, rank=rank)
@@ -135,6 +140,13 @@ class Replicas:
     def any_healthy(self) -> bool:
         return any(replica.state in SERVING for replica in self._all)
 
+    def num_in_state(self) -> dict[str, int]:
+        """Replicas by state."""
+        counts = dict.fromkeys((state.value for state in State), 0)
+        for replica in self._all:
+            counts[replica.state.value] += 1
+        return counts
+
     @property
     def all_over(self) -> bool:
         return all(replica.state in _OVER for replica in self._all)
@@ -147,13 +159,30 @@ class Replicas:
     # --- what a replica tells (Watcher) -------------------------------------------------------------------------
 
     def on_state(self, replica: Replica) -> None:
+        self._count(replica)
         self._tell_state(replica)
+
+    def _count(self, replica: Replica) -> None:
+        fault, counts = replica.fault, self._faults
+        if fault is None:
+            return
+        if replica.state is State.UNHEALTHY:
+            counts.by_event[fault.event.value] = counts.by_event.get(fault.event.value, 0) + 1
+            if fault.silent_s:
+                counts.detection_s.observe(fault.silent_s)
+        elif replica.state is State.HEALTHY and fault.at > self._healthy_since[replica.rank]:
+            self._healthy_since[replica.rank] = now = time.monotonic()
+            counts.recovery_s.observe(now - fault.at)
+
+    def on_replay(self, replica: Replica, num_requests: int) -> None:
+        self._faults.num_replayed += num_requests
 
     def on_progress(self, progress: wire.Progress) -> None:
         self._tell_progress(progress)
 
     def on_guilty(self, replica: Replica, request: Request, reason: str) -> None:
         logger.error("replica %d: %s", replica.rank, reason)
+        self._faults.num_guilty += 1
         self._fail([request], reason)
 
     def on_homeless(self, replica: Replica, requests: list[Request], reason: str) -> None:

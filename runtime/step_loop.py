@@ -20,7 +20,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
@@ -41,6 +41,7 @@ from slipring.scheduler.step import ProtocolError, Returned, Step
 from slipring.shm import wire
 from slipring.shm.control import BlocksMoved, GrammarBuilt, MoveBlocks
 from slipring.shm.doorbell import LoopWaiter
+from slipring.shm.layout import Phase
 from slipring.shm.wire import SlotKind, StepOutputView
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,9 @@ class Fault:
     """The worker itself said why, so that its last lines add nothing."""
     traceback: str = ""
     silent_s: float = 0.0
-    """How long nothing had been heard of the worker when the fault was seen."""
+    """How long nothing had been heard of the worker when the fault was seen, if it was computing."""
+    at: float = 0.0
+    """Monotonic time."""
 
 
 class Listener(Protocol):
@@ -396,7 +399,11 @@ class StepLoop:
         """Nothing more is published, and whoever watches is told."""
         if not self._runs:
             return
-        self.fault = fault
+        now, worker = time.monotonic(), self.epoch.steps.reader_state(0)
+        silent_s = fault.silent_s
+        if not silent_s and worker.phase is Phase.RUNNING:
+            silent_s = now - worker.heartbeat_ns / 1e9
+        self.fault = fault = replace(fault, silent_s=silent_s, at=now)
         self._cancel_timer()
         self._deadline.cancel()
         self._listener.on_fault(self, fault)

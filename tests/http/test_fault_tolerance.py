@@ -78,6 +78,10 @@ def test_a_command_is_accepted_then_polled(two: Server) -> None:
     command = poll(two, lambda ranks: ranks[str(rank)].get("last_command"))
     assert command["request_id"] == "r1" and command["instruction"] == "retry"
     assert call(two, "/v1/completions", {"prompt": "a", "max_tokens": 2}, pinned)[0] == 200
+    figures = metrics(two)
+    assert figures['slipring:faults_total{engine="0",event="worker exit",model_name="smollm2"}'] == 1
+    assert figures['slipring:replicas{engine="0",model_name="smollm2",state="healthy"}'] == 2
+    assert figures['slipring:fault_recovery_seconds_count{engine="0",model_name="smollm2"}'] == 1
     status, answer = call(two, "/fault_tolerance/apply", {"instruction": "retry"})
     assert status == 202 and answer["request_id"], "as in vLLM, also when there is nothing to retry"
 
@@ -94,6 +98,13 @@ def test_without_the_flag_there_is_nothing(server: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(request)
     assert caught.value.code == 404
+
+
+def metrics(server: Server) -> dict[str, float]:
+    request = urllib.request.Request(server.url + "/metrics", headers=KEY)
+    with urllib.request.urlopen(request) as response:
+        lines = response.read().decode().splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
 
 def poll(server: Server, found: Any) -> Any:
