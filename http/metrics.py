@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from slipring.http.exchange import ApiResponse
+from slipring.http.tier_metrics import Reading, tier_counters, tier_gauges
 from slipring.runtime.metrics import REQUEST_BOUNDS, Histogram
 
 if TYPE_CHECKING:
@@ -157,6 +158,10 @@ class _Snapshot(Collector):
         yield from self._by_label(_SOURCES, "source", sources)
         yield from self._info(stats.cache_config)
         yield from self._faults(stats)
+        if stats.tiers is not None:
+            for kind, readings in ((GaugeMetricFamily, tier_gauges), (CounterMetricFamily, tier_counters)):
+                for reading in readings(stats.tiers):
+                    yield from self._reading(kind, reading)
         for source, families in ((stats, _TOKEN_HISTOGRAMS), (stats.requests, _REQUEST_HISTOGRAMS)):
             for family in families:
                 yield from self._histograms(family, getattr(source, family.field))
@@ -202,6 +207,13 @@ class _Snapshot(Collector):
             found = CounterMetricFamily(name, family.text, labels=[*self._labels, label])
             for value, count in counts.items():
                 found.add_metric([*self._values, value], count)
+            yield found
+
+    def _reading(self, kind: type[Any], reading: Reading) -> Iterator[Metric]:
+        for name in self._names(Family(reading.name, reading.text, "", reading.in_vllm)):
+            found = kind(name, reading.text, labels=[*self._labels, *reading.labels])
+            for labels, value in reading.values.items():
+                found.add_metric([*self._values, *labels], value)
             yield found
 
     def _info(self, settings: dict[str, str]) -> Iterator[Metric]:

@@ -388,6 +388,7 @@ class Engine:
         num_blocks = sum(pool.num_blocks for pool in pools)
         num_free = sum(pool.num_free for pool in pools)
         return Stats(
+            tiers=None if self._tiers is None else self._tiers.stats(),
             num_running=sum(running for running, _ in loads),
             num_waiting=sum(waiting for _, waiting in loads),
             kv_cache_usage=1.0 - num_free / num_blocks if num_blocks else 0.0,

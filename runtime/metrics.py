@@ -9,6 +9,8 @@ from bisect import bisect_left
 
 import msgspec
 
+from slipring.runtime.tiers.kv_tiers import KvTiersStats
+
 # Finer than usual at the low end, down to a tenth of a millisecond: that is where a fast engine's times lie.
 TTFT_BOUNDS = (
     0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15,
@@ -157,6 +159,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int
     num_steps: int
     num_rejected: int
+    tiers: KvTiersStats | None = None
+    """None without tiers."""
     num_drafts: int = 0
     """Times that drafts were verified for a row; with speculation only, as are the next two."""
     num_draft_tokens: int = 0

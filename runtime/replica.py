@@ -319,7 +319,9 @@ class Replica:
         if self._tiers is None:
             return NullOffload(pool)
         loop, block_size = self.step_loop, self._config.user.block_size
-        return Offload(self._tiers.tiers, pool, block_size, loop.kick, loop.recompute_s)
+        return Offload(
+            self._tiers.tiers, pool, block_size, loop.kick, loop.recompute_s, stats=self._tiers.device
+        )
 
     def _end_epoch(self) -> None:
         self.step_loop.stop()

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from hashlib import sha256
 
 import msgspec
@@ -20,6 +21,7 @@ from slipring.runtime.tiers.file_store import FileStore
 from slipring.runtime.tiers.jobs import StoreStats, StoreThreads
 from slipring.runtime.tiers.peer import PeerServer, PeerStore
 from slipring.runtime.tiers.store import PageStore
+from slipring.scheduler.offload.offload import OffloadStats
 from slipring.scheduler.offload.policy import POLICIES
 from slipring.scheduler.offload.slots import SlotIndex
 from slipring.scheduler.offload.tiers import Tiers, TierStats
@@ -41,6 +43,8 @@ class KvTiersStats(msgspec.Struct, frozen=True, kw_only=True):
     num_occupied: int
     num_pinned: int
     page_bytes: int
+    device: OffloadStats
+    """Between the device and the slots."""
     tiers: TierStats
     stores: dict[str, StoreStats]
     """By the name of the store."""
@@ -57,6 +61,7 @@ class KvTiers:
     ) -> None:
         """Allocates the CPU tier and opens the stores, in any thread. Raises TierSetupError."""
         self._loop = loop
+        self.device = OffloadStats()
         extra = config.kv_connector_extra_config
         self.prompts_only = extra.offload_prompt_only
         self.page_bytes = shape.nbytes
@@ -90,8 +95,9 @@ class KvTiers:
             num_occupied=index.num_occupied,
             num_pinned=index.num_pinned,
             page_bytes=self.page_bytes,
-            tiers=self.tiers.stats,
-            stores={store.name: store.stats for store in self._stores},
+            device=replace(self.device),
+            tiers=replace(self.tiers.stats),
+            stores={store.name: replace(store.stats) for store in self._stores},
         )
 
     async def start(self) -> None:

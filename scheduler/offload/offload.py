@@ -74,10 +74,12 @@ class Prefetch:
 
 @dataclass(slots=True)
 class OffloadStats:
-    """Of one replica; these only grow."""
+    """Of an engine, all replicas and epochs together; these only grow."""
 
     loaded_blocks: int = 0
+    load_seconds: float = 0.0
     stored_blocks: int = 0
+    store_seconds: float = 0.0
     load_failures: int = 0
     stores_skipped: int = 0
 
@@ -182,13 +184,14 @@ class Offload:
         wake: Callable[[], None] = lambda: None,
         recompute_s: Callable[[int], float] = lambda num_tokens: float("inf"),
         max_store_share: float = 0.25,
+        stats: OffloadStats | None = None,
     ) -> None:
         """`wake`: something has arrived that a request may have waited for. `recompute_s`: the seconds that it would
         take to compute so many tokens.
 
         At most `max_store_share` of the pool is fenced for stores at a time; the rest waits its turn.
         """
-        self.stats = OffloadStats()
+        self.stats = stats or OffloadStats()
         self._tiers = tiers
         self._pool = pool
         self._block_size = block_size
@@ -360,10 +363,12 @@ class Offload:
     def complete(self, transfer_id: int, success: bool, seconds: float) -> None:
         transfer = self._under_way.pop(transfer_id)
         if transfer.kind is TransferKind.STORE:
+            self.stats.store_seconds += seconds
             self._stored(transfer, success)
             self._pool.release(transfer.blocks)
             self._store_backlog()
         else:
+            self.stats.load_seconds += seconds
             self._loaded(transfer, success)
             self._block_s = 0.8 * self._block_s + 0.2 * seconds / len(transfer.blocks)
 
