@@ -21,6 +21,13 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
+class KvTransferParams(msgspec.Struct):
+    """What a request lets the KV tiers do, in vLLM's names; others of its keys are for connectors that we have not."""
+
+    max_offload_tokens: int | None = None
+    max_load_tokens: int | None = None
+
+
 class SamplingBody(msgspec.Struct, kw_only=True):
     """What completions and chat have in common."""
 
@@ -48,6 +55,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     echo: bool | None = None
     cache_salt: str | None = None
+    kv_transfer_params: KvTransferParams | None = None
     priority: int | None = None
     user: str | None = None
     prompt_logprobs: int | None = None

@@ -20,7 +20,7 @@ from slipring.http.output_form import PLAIN, OutputForm
 from slipring.http.placement import Placement
 from slipring.http.prompts import Prompt
 from slipring.http.reply import Choice, Collector, ReplyHead, Usage, Work
-from slipring.http.sampling import stop_strings
+from slipring.http.sampling import stop_strings, tier_limits
 from slipring.http.served import ServedModel
 from slipring.http.stream import FrameStream, Renderer
 from slipring.http.tools import MANY
@@ -246,6 +246,7 @@ def _requests(model: ServedModel, plan: Plan, reply_id: str, place: Placement) -
             include_stop_str_in_output=bool(body.include_stop_str_in_output),
             skip_special_tokens=_skips_special_tokens(plan),
             cache_salt=body.cache_salt,
+            tier_limits=tier_limits(body),
             priority=body.priority or 0,
             grammar=plan.grammar,
             data_parallel_rank=place.rank,

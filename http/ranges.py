@@ -56,6 +56,8 @@ RANGES = {
     "logprobs": Range(0, MAX_LOGPROBS),
     "prompt_logprobs": Range(0, MAX_LOGPROBS),
     "top_logprobs": Range(0, MAX_LOGPROBS),
+    "max_offload_tokens": Range(0),
+    "max_load_tokens": Range(0),
 }
 """By field, in whatever body it stands."""
 

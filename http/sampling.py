@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 from slipring.http import config as limits
 from slipring.http.bodies import SamplingBody
 from slipring.http.errors import ApiError, bad_request
-from slipring.http.ranges import Range, check_range
+from slipring.http.ranges import RANGES, Range, check_range
 from slipring.runtime.request import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
     SamplingDefaults,
     SamplingParams,
+    TierLimits,
 )
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class SamplingRules:
         self._allowed_token_ids(body)
         _check_bad_words(body)
         check_salt(body.cache_salt)
+        tier_limits(body)
 
     def _stop_token_ids(self, body: SamplingBody) -> tuple[int, ...]:
         ids = body.stop_token_ids or []
@@ -155,6 +157,15 @@ def stop_strings(body: SamplingBody) -> tuple[str, ...]:
 def check_salt(salt: str | None) -> None:
     if salt is not None and not 1 <= len(salt) <= limits.MAX_STOP_BYTES:
         raise bad_request(f"`cache_salt` must have 1 to {limits.MAX_STOP_BYTES} characters.", "cache_salt")
+
+
+def tier_limits(body: SamplingBody) -> TierLimits:
+    params = body.kv_transfer_params
+    if params is None:
+        return TierLimits()
+    for name in ("max_offload_tokens", "max_load_tokens"):
+        check_range(f"kv_transfer_params.{name}", getattr(params, name), RANGES[name])
+    return TierLimits(max_load_tokens=params.max_load_tokens, max_store_tokens=params.max_offload_tokens)
 
 
 def check_logprobs(value: int | None, param: str) -> None:

@@ -22,7 +22,11 @@ class Reading(NamedTuple):
 
 
 def tier_gauges(stats: KvTiersStats) -> Iterator[Reading]:
-    slots: dict[tuple[str, ...], float] = {("occupied",): stats.num_occupied, ("pinned",): stats.num_pinned, ("all",): stats.num_slots}
+    slots: dict[tuple[str, ...], float] = {
+        ("occupied",): stats.num_occupied,
+        ("pinned",): stats.num_pinned,
+        ("all",): stats.num_slots,
+    }
     yield Reading("kv_tier_slots", "Blocks of the CPU tier: occupied, pinned by transfers, all.", ("state",), slots)
     usage: dict[tuple[str, ...], float] = {(): stats.num_occupied / stats.num_slots}
     text = "Share of the CPU tier's slots that hold something; 1 is all."
@@ -51,7 +55,11 @@ def tier_counters(stats: KvTiersStats) -> Iterator[Reading]:
     yield Reading("kv_tier_failures", "Blocks that could not be had, and were recomputed.", ("tier", "kind"), failed)
     yield Reading("kv_tier_stores_skipped", "Blocks not stored, for want of room or time.", ("tier",), skipped)
     tiers = stats.tiers
-    lookups: dict[tuple[str, ...], float] = {("queries",): tiers.queries, ("hits",): tiers.hits, ("promoted",): tiers.promoted}
+    lookups: dict[tuple[str, ...], float] = {
+        ("queries",): tiers.queries,
+        ("hits",): tiers.hits,
+        ("promoted",): tiers.promoted,
+    }
     text = "Blocks asked for behind the device, found in the CPU tier, brought up from slower ones."
     yield Reading("kv_tier_lookups", text, ("result",), lookups)
     evicted: dict[tuple[str, ...], float] = {(): tiers.evicted}

@@ -7,6 +7,7 @@ blocks; their pieces come to one sink, told apart by `Delta.index`. All methods 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import secrets
 import time
@@ -41,7 +42,7 @@ from slipring.runtime.request import (
 )
 from slipring.runtime.tiers.kv_tiers import KvTiers, TierSetupError
 from slipring.runtime.tokenizer import Tokenizer
-from slipring.scheduler.request import FinishReason, Request
+from slipring.scheduler.request import FinishReason, Request, TierLimits
 from slipring.scheduler.step import Counters
 from slipring.shm import wire
 from slipring.shm.grammar import Grammar
@@ -476,6 +477,7 @@ class Engine:
                 arrival=arrival,
                 priority=generation.priority,
                 cache_salt=generation.cache_salt,
+                tier_limits=self._tier_limits(generation, len(prompt)),
                 leader=completions[0].request if completions else None,
                 # Where a grammar leaves nothing else, a request ends even if it would ignore ends of sequence.
                 stop_token_ids=self._eos if generation.grammar is not None else (),
@@ -491,6 +493,13 @@ class Engine:
                 Completion(generation, index, request, detokenizer, self._eos, sink_when_ended, self._metrics)
             )
         return completions
+
+    def _tier_limits(self, generation: GenerationRequest, num_prompt: int) -> TierLimits:
+        limits = generation.tier_limits
+        if self._tiers is None or not self._tiers.prompts_only:
+            return limits
+        most = num_prompt if limits.max_store_tokens is None else min(num_prompt, limits.max_store_tokens)
+        return dataclasses.replace(limits, max_store_tokens=most)
 
     def _enqueue(self, requests: list[Request]) -> None:
         """Hash the prompt, a slice each turn of the loop, then hand over what was not aborted in the meantime."""

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipring.runtime.metrics import Timing
+from slipring.scheduler.request import TierLimits
 from slipring.shm.grammar import Grammar
 from slipring.shm.params import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -42,6 +43,7 @@ __all__ = [
     "SamplingDefaults",
     "SamplingParams",
     "Sink",
+    "TierLimits",
     "Timing",
     "TokenLogprob",
     "check_request",
@@ -60,6 +62,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     cache_salt: str | None = None
+    tier_limits: TierLimits = TierLimits()
     priority: int = 0
     """Lower is sooner, with `--scheduling-policy priority`."""
     grammar: Grammar | None = None

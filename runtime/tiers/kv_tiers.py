@@ -25,6 +25,7 @@ from slipring.scheduler.offload.offload import OffloadStats
 from slipring.scheduler.offload.policy import POLICIES
 from slipring.scheduler.offload.slots import SlotIndex
 from slipring.scheduler.offload.tiers import Tiers, TierStats
+from slipring.shm.memory import available_bytes
 from slipring.shm.pages import PageShape, layout_digest
 from slipring.shm.segment import Segment, memfd
 from slipring.shm.spec import ModelSpec
@@ -174,6 +175,12 @@ def _object_store(tier: ObjectTier, identity: bytes, page_bytes: int) -> PageSto
 
 def _allocate(nbytes: int) -> Segment:
     """A tier is too large for /dev/shm in most containers, so it is anonymous from the beginning."""
+    available = available_bytes()
+    if nbytes > available:  # allocating it would not fail, but call the out-of-memory killer
+        raise TierSetupError(
+            f"the CPU tier of {nbytes / 2**30:.2f} GiB does not fit into the {available / 2**30:.2f} GiB of memory that "
+            "are available: lower cpu_bytes_to_use (--kv-offloading-size)"
+        )
     try:
         return Segment(memfd("kv-tier", nbytes), nbytes)
     except OSError as error:

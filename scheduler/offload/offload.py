@@ -219,7 +219,7 @@ class Offload:
     def begin(self, request: Request) -> None:
         if id(request) in self._prefetches:
             return
-        whole = (len(request.token_ids) - 1) // self._block_size
+        whole = min(request.num_reusable, len(request.token_ids) - 1) // self._block_size
         if (most := request.tier_limits.max_load_tokens) is not None:
             whole = min(whole, most // self._block_size)
         if not whole:

@@ -1,0 +1,349 @@
+"""KV tiers through the engine, on the real model in float32: whatever is loaded, lost or broken, the tokens are those
+of an engine without tiers, and no client sees an error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from slipring.runtime.config import EngineConfig
+from slipring.runtime.engine import Engine, StartupError
+from slipring.runtime.request import Delta, GenerationRequest
+from slipring.shm.params import SamplingParams
+from tests.runtime.tiers.test_object_store import S3Server
+
+BLOCK = 4
+BLOCK_BYTES = 737_280 // 4
+"""Of SmolLM2-135M in float32, with blocks of 4."""
+POOL = {"block_size": BLOCK, "num_gpu_blocks_override": 40}
+"""160 tokens: a conversation or two."""
+
+
+def tiers(num_slots: int, *slow: dict[str, Any], **extra: Any) -> dict[str, str]:
+    keys = {"cpu_bytes_to_use": num_slots * BLOCK_BYTES, "secondary_tiers": list(slow)} | extra
+    return {"kv_transfer_config": json.dumps({"kv_connector_extra_config": keys})}
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def sink(self, delta: Delta) -> None:
+        self.tokens += delta.token_ids
+        self.num_cached = max(self.num_cached, delta.num_cached_tokens)
+        if delta.finish_reason is not None:
+            assert delta.finish_reason in ("stop", "length"), delta
+            self.done.set()
+
+
+def ask(engine: Engine, name: str, prompt: list[int], max_tokens: int = 4, seed: int | None = None) -> Answer:
+    answer = Answer()
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0 if seed is None else 0.8, seed=seed or 0)
+    engine.submit(GenerationRequest(request_id=name, prompt_token_ids=prompt, params=params), answer.sink)
+    return answer
+
+
+async def finished(answer: Answer) -> list[int]:
+    await asyncio.wait_for(answer.done.wait(), 120)
+    return answer.tokens
+
+
+async def started(**settings: Any) -> Engine:
+    options = {"max_num_seqs": 16, "debug_integrity": True, "max_model_len": 160} | settings
+    engine = Engine(EngineConfig(model="smollm2", dtype="float32", **options))
+    await engine.start()
+    return engine
+
+
+async def settled(engine: Engine) -> None:
+    """Every block and every slot is free of users."""
+    for _ in range(300):
+        stats = engine.stats()
+        pinned = stats.tiers.num_pinned if stats.tiers is not None else 0
+        if stats.num_free_blocks == stats.num_blocks and not pinned:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"{stats.num_blocks - stats.num_free_blocks} blocks, {pinned} slots are still held")
+
+
+PROMPT = [100 + 7 * number for number in range(61)]
+CROWD = [[3000 + 40 * other + number for number in range(60)] for other in range(4)]
+
+
+async def crowd_out(engine: Engine, round_: int) -> None:
+    """Other prompts, until the pool has lost ours."""
+    for number, other in enumerate(CROWD):
+        await finished(ask(engine, f"crowd-{round_}-{number}", other, 1))
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    async def main() -> list[int]:
+        engine = await started(**POOL)
+        try:
+            return await finished(ask(engine, "alone", PROMPT, 8))
+        finally:
+            await engine.stop()
+
+    return uvloop.run(main())
+
+
+def run_twice(expected: list[int], settings: dict[str, Any], between: Callable[[], object]) -> tuple[int, Any]:
+    """Ask, lose it, let `between` happen, ask again. Returns (tokens hit the second time, stats)."""
+
+    async def main() -> tuple[int, Any]:
+        engine = await started(**POOL, **settings)
+        try:
+            assert await finished(ask(engine, "first", PROMPT, 8)) == expected
+            await crowd_out(engine, 0)
+            await settled(engine)
+            await asyncio.sleep(0.3)  # what is handed down has arrived
+            between()
+            again = ask(engine, "again", PROMPT, 8)
+            assert await finished(again) == expected
+            await settled(engine)
+            return again.num_cached, engine.stats().tiers
+        finally:
+            await engine.stop()
+
+    return uvloop.run(main())
+
+
+def nothing() -> None:
+    pass
+
+
+def test_the_cpu_tier_brings_a_prefix_back(expected: list[int]) -> None:
+    num_cached, stats = run_twice(expected, tiers(200), nothing)
+    assert num_cached == 60 and stats.device.loaded_blocks > 0
+
+
+def pages(root: Path) -> list[Path]:
+    return sorted(root.rglob("*.kv"))
+
+
+def damage_all(root: Path) -> None:
+    for path in pages(root):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 0x40
+        path.write_bytes(data)
+
+
+def cut_all(root: Path) -> None:
+    for path in pages(root):
+        os.truncate(path, path.stat().st_size // 2)
+
+
+def replace_by_a_file(root: Path) -> None:
+    shutil.rmtree(root)
+    root.write_text("no directory any more")
+
+
+FAULTS = {
+    "corrupt": damage_all,
+    "truncated": cut_all,
+    "deleted": lambda root: [path.unlink() for path in pages(root)],
+    "unreadable": replace_by_a_file,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_file_tier_that_is_damaged_costs_time_and_nothing_else(
+    tmp_path: Path, expected: list[int], fault: str
+) -> None:
+    root = tmp_path / "kv"
+    settings = tiers(16, {"type": "fs", "root_dir": str(root)})
+    num_cached, stats = run_twice(expected, settings, lambda: FAULTS[fault](root))
+    assert num_cached < 60, "nothing damaged was taken for good"
+    if fault == "corrupt":
+        assert stats.stores["fs"].corrupt > 0
+
+
+def test_a_restart_finds_its_files(tmp_path: Path, expected: list[int]) -> None:
+    settings = tiers(200, {"type": "fs", "root_dir": str(tmp_path)})
+
+    async def launch(number: int) -> int:
+        engine = await started(**POOL, **settings)
+        try:
+            answer = ask(engine, f"launch-{number}", PROMPT, 8)
+            assert await finished(answer) == expected
+            await settled(engine)
+            await asyncio.sleep(0.5)
+            return answer.num_cached
+        finally:
+            await engine.stop()
+
+    assert uvloop.run(launch(0)) == 0
+    assert uvloop.run(launch(1)) == 60
+
+
+def test_a_slow_disk_is_not_waited_for(
+    tmp_path: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import time
+
+    from slipring.runtime.tiers.file_store import FileStore
+
+    read = FileStore.read
+
+    def crawl(self: FileStore, *arguments: Any) -> None:
+        time.sleep(3)
+        read(self, *arguments)
+
+    settings = tiers(16, {"type": "fs", "root_dir": str(tmp_path), "load_timeout_s": 0.2})
+    num_cached, stats = run_twice(expected, settings, lambda: monkeypatch.setattr(FileStore, "read", crawl))
+    assert num_cached < 60 and stats.stores["fs"].late > 0
+
+
+def test_a_full_disk_stores_nothing_and_serves(
+    tmp_path: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    settings = tiers(16, {"type": "fs", "root_dir": str(tmp_path)})
+    allocate = os.posix_fallocate
+
+    def only_memory(fd: int, offset: int, length: int) -> None:
+        is_file = os.readlink(f"/proc/self/fd/{fd}").startswith(str(tmp_path))
+        full() if is_file else allocate(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", only_memory)
+    _, stats = run_twice(expected, settings, nothing)
+    assert stats.stores["fs"].failed > 0 and not pages(tmp_path)
+
+
+def test_an_object_store_that_dies_in_mid_service(expected: list[int]) -> None:
+    s3 = S3Server()
+    try:
+        tier = {
+            "type": "obj",
+            "store_config": {
+                "bucket": "pages",
+                "endpoint_override": s3.url,
+                "access_key_id": "a",
+                "secret_access_key": "b",
+            },
+        }
+        num_cached, _ = run_twice(expected, tiers(16, tier), nothing)
+        assert num_cached == 60, "while it lives, it serves"
+        num_cached, stats = run_twice(expected, tiers(16, tier, {"type": "p2p"}), s3.close)
+        assert num_cached < 60 and stats.stores["obj"].failed > 0
+    finally:
+        s3.close()
+
+
+def test_a_killed_workers_blocks_come_back_from_the_tier(expected: list[int]) -> None:
+    async def main() -> None:
+        engine = await started(**POOL, **tiers(200))
+        try:
+            assert await finished(ask(engine, "first", PROMPT, 8)) == expected
+            await settled(engine)
+            os.kill(engine.worker_pids[0], 9)
+            await asyncio.sleep(0.1)
+            again = ask(engine, "again", PROMPT, 8)
+            assert await finished(again) == expected
+            assert again.num_cached == 60 and engine.stats().tiers.device.loaded_blocks >= 15
+            await settled(engine)
+        finally:
+            await engine.stop()
+
+    uvloop.run(main())
+
+
+def test_two_replicas_share_the_tier(expected: list[int]) -> None:
+    async def main() -> None:
+        engine = await started(**POOL, **tiers(200), data_parallel_size=2)
+        try:
+            for rank in (0, 1):
+                answer = Answer()
+                params = SamplingParams(max_tokens=8, temperature=0.0)
+                request = GenerationRequest(
+                    request_id=f"rank-{rank}", prompt_token_ids=PROMPT, params=params, data_parallel_rank=rank
+                )
+                engine.submit(request, answer.sink)
+                assert await finished(answer) == expected
+                assert answer.num_cached == (60 if rank else 0)
+                await settled(engine)
+        finally:
+            await engine.stop()
+
+    uvloop.run(main())
+
+
+def test_tiers_that_cannot_be_had_are_told_at_the_start(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    for settings, words in (
+        (tiers(10, {"type": "fs", "root_dir": str(blocked / "below")}), "fs"),
+        (tiers(1_000_000_000), "does not fit"),
+        ({"kv_offloading_size": 1e-6}, "single block"),
+    ):
+        with pytest.raises(StartupError, match=words):
+            uvloop.run(started(**POOL, **settings))
+
+
+NUM_TALKS, NUM_TURNS = 8, 5
+
+
+async def talk_all(seed: int, **settings: Any) -> tuple[list[list[int]], Any]:
+    """Conversations that arrive in a jumble: shared and own prefixes, greedy and seeded, some abandoned."""
+    chance = random.Random(seed)
+    engine = await started(**POOL, **settings)
+    try:
+        shared = [chance.randrange(100, 40_000) for _ in range(24)]
+        history = [
+            (shared if talk % 2 else []) + [chance.randrange(100, 40_000) for _ in range(8)]
+            for talk in range(NUM_TALKS)
+        ]
+        answers = []
+        for turn in range(NUM_TURNS):
+            asked = []
+            for talk in range(NUM_TALKS):
+                history[talk] += [chance.randrange(100, 40_000) for _ in range(chance.randint(6, 14))]
+                seeded = talk if talk % 3 == 0 else None
+                asked.append(ask(engine, f"{turn}-{talk}", history[talk], 4, seeded))
+                if talk % 4 == 1:
+                    ask(engine, f"gone-{turn}-{talk}", history[talk] + [7], 4)
+                    engine.abort(f"gone-{turn}-{talk}")
+            for talk, answer in enumerate(asked):
+                history[talk] += await finished(answer)
+            answers += [answer.tokens for answer in asked]
+        await settled(engine)
+        return answers, engine.stats()
+    finally:
+        await engine.stop()
+
+
+@pytest.fixture(scope="module")
+def talked() -> list[list[int]]:
+    return uvloop.run(talk_all(3, async_scheduling=False))[0]
+
+
+@pytest.mark.parametrize("depth_two", [True, False], ids=["depth 2", "depth 1"])
+@pytest.mark.parametrize("kind", ["cpu", "fs", "arc"])
+def test_conversations_say_the_same_with_tiers(
+    tmp_path: Path, talked: list[list[int]], kind: str, depth_two: bool
+) -> None:
+    settings = {
+        "cpu": tiers(400),
+        "arc": tiers(60, eviction_policy="arc"),
+        "fs": tiers(48, {"type": "fs", "root_dir": str(tmp_path), "quota_bytes": 100 << 20}),
+    }[kind]
+    answers, stats = uvloop.run(talk_all(3, async_scheduling=depth_two, **settings))
+    assert answers == talked
+    assert stats.tiers.device.loaded_blocks > 0 and stats.num_preemptions + stats.tiers.tiers.queries > 0
+    if kind == "fs":
+        assert stats.tiers.tiers.promoted > 0
