@@ -17,6 +17,7 @@ from slipring.http.tool_formats import LLAMA
 from slipring.http.tools import ToolUse
 from slipring.runtime.grammar import Grammar, GrammarSpec
 from slipring.runtime.request import InvalidRequestError
+from slipring.runtime.schema_times import times_as_patterns
 
 if TYPE_CHECKING:
     from slipring.runtime.engine import Engine
@@ -51,7 +52,8 @@ def _lark(engine: Engine, use: ToolUse, output: OutputForm) -> str:
     for index, name in enumerate(use.forced):
         opening = f'{orjson.dumps(name).decode()}, "{key}": '
         rules.append(f"call{index}: {_text(opening)} arguments{index}")
-        rules.append(f"arguments{index}: %json {_json({**use.schemas[name], 'x-guidance': _SPACING}, 'tools')}")
+        schema = {**times_as_patterns(use.schemas[name]), "x-guidance": _SPACING}
+        rules.append(f"arguments{index}: %json {_json(schema, 'tools')}")
     if output.reasoning is not None:
         rules += _reasoning_rules(engine, output.reasoning)
     return "\n".join(rules)

@@ -21,6 +21,7 @@ import msgspec
 import orjson
 
 from slipring.runtime.request import InvalidRequestError
+from slipring.runtime.schema_times import times_as_patterns
 from slipring.shm.grammar import LIMITS, MAX_GRAMMAR_BYTES, Grammar
 from slipring.shm.spec import ModelSpec
 
@@ -138,6 +139,11 @@ def _text(spec: GrammarSpec) -> str:
     schema = '{"type":"object"}' if spec.kind == "json_object" else spec.value
     if schema.strip() in ("true", "false"):
         schema = "{}" if schema.strip() == "true" else '{"enum":[]}'
+    if '"time"' in schema or '"date-time"' in schema:
+        try:
+            schema = orjson.dumps(times_as_patterns(orjson.loads(schema))).decode()
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
     overrides: Any = {
         "item_separator": ",",
         "key_separator": ":",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-_FORMATS = ("date", "uuid", "ipv4", "email")
-"""Not time and date-time: llguidance lets any minute have a leap second."""
+_FORMATS = ("date", "time", "date-time", "uuid", "ipv4", "email")
 _PATTERNS = ("^[a-c]+$", "b", "^a", "z$", r"^\d{2,4}$", "^(x|yy)*$")
 
 

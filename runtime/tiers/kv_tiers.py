@@ -178,8 +178,8 @@ def _allocate(nbytes: int) -> Segment:
     available = available_bytes()
     if nbytes > available:  # allocating it would not fail, but call the out-of-memory killer
         raise TierSetupError(
-            f"the CPU tier of {nbytes / 2**30:.2f} GiB does not fit into the {available / 2**30:.2f} GiB of memory that "
-            "are available: lower cpu_bytes_to_use (--kv-offloading-size)"
+            f"the CPU tier of {nbytes / 2**30:.2f} GiB does not fit into the {available / 2**30:.2f} GiB of memory "
+            "that are available: lower cpu_bytes_to_use (--kv-offloading-size)"
         )
     try:
         return Segment(memfd("kv-tier", nbytes), nbytes)
