@@ -34,6 +34,7 @@ FIGURES = {
     "structured": "perf.structured",
     "startup": "perf.startup",
     "idle": "perf.idle",
+    "faults": "perf.faults",
     "tiers": "perf.tiers",
     "compile-gate": "perf.compile_gate",
 }

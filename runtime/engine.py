@@ -256,6 +256,11 @@ class Engine:
             replica.set_collector(collector)
 
     @property
+    def replicas(self) -> Replicas:
+        """By rank; there from `start` on."""
+        return self._replicas
+
+    @property
     def worker_last_lines(self) -> list[str]:
         """What the worker of a broken replica, or of the first one, has written last."""
         return self._replicas.last_lines

@@ -251,7 +251,7 @@ def test_an_exception_outside_of_a_returned_step_is_a_fault_too() -> None:
             def broken(view: object) -> None:
                 raise ZeroDivisionError("broken on purpose")
 
-            scheduler = engine._replicas[0].scheduler
+            scheduler = engine.replicas[0].scheduler
             assert scheduler is not None
             scheduler.schedule = broken  # type: ignore[method-assign, assignment]
             stream = await submit(engine, ask([1])).wait()

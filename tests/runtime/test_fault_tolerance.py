@@ -29,7 +29,7 @@ async def apply(engine: Engine, instruction: str, request_id: str = "", **params
 
 async def broken(engine: Engine, rank: int = 0) -> None:
     os.kill(engine.worker_pids[rank], signal.SIGKILL)
-    while engine._replicas[rank].state is not State.UNHEALTHY:
+    while engine.replicas[rank].state is not State.UNHEALTHY:
         await asyncio.sleep(0.001)
 
 
@@ -97,7 +97,7 @@ def test_what_scale_down_refuses_changes_nothing(params: dict[str, Any], words: 
             await broken(engine)
             result = await apply(engine, "scale_down", **params)
             assert not result.success and words in str(result.reason)
-            assert [replica.state for replica in engine._replicas] == [State.UNHEALTHY, State.HEALTHY]
+            assert [replica.state for replica in engine.replicas] == [State.UNHEALTHY, State.HEALTHY]
 
     run(scenario())
 

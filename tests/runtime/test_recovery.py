@@ -109,12 +109,12 @@ def test_one_replica_of_two_dies_and_the_other_takes_what_comes() -> None:
             first, second = (submit(engine, ask([9, i], 100, seed=i, data_parallel_rank=i)) for i in range(2))
             await given([first, second], 3)
             os.kill(engine.worker_pids[0], signal.SIGKILL)
-            while engine._replicas[0].state is State.HEALTHY:
+            while engine.replicas[0].state is State.HEALTHY:
                 await asyncio.sleep(0.001)
             assert engine.health().state is HealthState.HEALTHY
             arrivals = [submit(engine, ask([1, i], 4)) for i in range(3)]
             await asyncio.gather(*(stream.wait() for stream in arrivals))
-            assert engine._replicas[0].state is not State.HEALTHY, "nobody waited for it"
+            assert engine.replicas[0].state is not State.HEALTHY, "nobody waited for it"
             for i, stream in enumerate((first, second)):
                 await stream.wait()
                 assert stream.tokens() == expected_tokens([9, i], i, engine.spec.vocab_size, 100)
@@ -129,7 +129,7 @@ def test_what_a_dead_replica_held_goes_on_elsewhere() -> None:
             stream = submit(engine, ask([9, 1], 60, data_parallel_rank=0))
             await given([stream], 3)
             os.kill(engine.worker_pids[0], signal.SIGKILL)
-            while engine._replicas[0].state is not State.UNHEALTHY:
+            while engine.replicas[0].state is not State.UNHEALTHY:
                 await asyncio.sleep(0.001)
             with pytest.raises(EngineDeadError, match="rank 0"):
                 submit(engine, ask([1], data_parallel_rank=0))
@@ -138,7 +138,7 @@ def test_what_a_dead_replica_held_goes_on_elsewhere() -> None:
             assert result is not None and result.success, result
             await stream.wait()
             assert stream.tokens() == expected_tokens([9, 1], 1, engine.spec.vocab_size, 60)
-            assert engine._replicas[0].state is State.REMOVED and engine.health().state is HealthState.HEALTHY
+            assert engine.replicas[0].state is State.REMOVED and engine.health().state is HealthState.HEALTHY
             await settled(engine)
 
     run(scenario())
