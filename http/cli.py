@@ -43,6 +43,10 @@ def _run(argv: list[str] | None) -> NoReturn:
         sys.exit(_serve(args))
     if args.command == "chat":
         sys.exit(_chat(args))
+    if args.command == "train-draft":
+        from slipring.http import train_draft
+
+        sys.exit(train_draft.run(args))
     if args.command == "doctor":
         sys.exit(_doctor(args))
     if args.command == "blackbox":
@@ -61,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_doctor(commands)
     _add_blackbox(commands)
+    _add_train_draft(commands)
     return parser
 
 
@@ -222,6 +227,25 @@ def _add_blackbox(commands: Any) -> None:
     blackbox.add_argument("file", metavar="FILE")
     blackbox.add_argument("--json", action="store_true", help="for programs")
     blackbox.set_defaults(flags=_flags_of(blackbox))
+
+
+def _add_train_draft(commands: Any) -> None:
+    train = commands.add_parser(
+        "train-draft",
+        help="train a draft head for a model, for --speculative-config",
+        description="Let MODEL write text, and train a head that guesses its next tokens. Minutes, on this machine.",
+        allow_abbrev=False,
+    )
+    train.add_argument("model", metavar="MODEL", type=not_empty, help="as for slipring serve")
+    train.add_argument("--method", choices=("eagle",), default="eagle", help="(default: %(default)s)")
+    train.add_argument("--output", required=True, metavar="DIR", help="where the head is written")
+    train.add_argument("--tokens", type=int, default=150_000, metavar="N", help="that are written (%(default)s)")
+    train.add_argument("--text", metavar="FILE", help="paragraphs that the model shall answer or continue as well")
+    train.add_argument("--epochs", type=int, default=8, metavar="N", help="(default: %(default)s)")
+    train.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="tokens that it can guess")
+    train.add_argument("--seed", type=int, default=1, metavar="N", help="(default: %(default)s)")
+    train.add_argument("--cpu-threads", type=int, metavar="N", help="(default: all CPUs)")
+    train.set_defaults(flags=_flags_of(train))
 
 
 def _serve(args: argparse.Namespace) -> int:

@@ -102,6 +102,36 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """ngram: sizes of the n-grams that are looked up."""
 
 
+class DraftTraining(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process that trains a draft head is told."""
+
+    model: ModelSpec
+    written: list[list[int]]
+    """Token ids of texts, most of them the model's own."""
+    prompts: list[int]
+    """How many of each text's tokens the model was given."""
+    output: str
+    """Directory of the head."""
+    epochs: int
+    vocab_size: int
+    """Tokens that the head can guess."""
+    seed: int
+    num_threads: int
+
+
+class TrainingReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How training goes; the last one is `final`."""
+
+    phase: str
+    """`read` or `train`."""
+    done: int
+    total: int
+    words: str = ""
+    accepted: list[float] = []
+    """Share of first, second, ... drafts that are accepted on held-out text."""
+    final: bool = False
+
+
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that one worker process is told. File descriptors are inherited (`pass_fds`) and keep their numbers."""
 

@@ -1,0 +1,98 @@
+"""`slipring train-draft`: let the model write, then train a draft head on what it wrote, in a process with torch.
+
+Owns the life of that process: it gets its config on stdin, and answers with one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from slipring.runtime.config import EngineConfig
+from slipring.runtime.engine import Engine
+from slipring.runtime.self_text import SelfText, Writer
+from slipring.shm.spec import DraftTraining, TrainingReport
+
+_MODULE = "slipring.workers.speculation.training"
+_CONTEXT = 1024
+"""Longest text that is written; heads learn nothing from distant tokens."""
+OnProgress = Callable[[str, int, int, str], None]
+"""(phase, done, total, how it goes)"""
+
+
+class TrainingError(Exception):
+    """The message says why."""
+
+
+class DraftOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """As given on the command line."""
+
+    model: str
+    output: Path
+    num_tokens: int
+    epochs: int
+    vocab_size: int
+    text: Path | None
+    seed: int
+    cpu_threads: int | None
+
+
+def train_draft(options: DraftOptions, on_progress: OnProgress) -> TrainingReport:
+    """Returns the held-out figures. Raises TrainingError, ConfigError, ModelError or StartupError."""
+    engine = Engine(
+        EngineConfig(
+            model=options.model,
+            max_num_seqs=64,
+            max_model_len=_CONTEXT,
+            allow_long_max_model_len=True,
+            cpu_threads=options.cpu_threads,
+        )
+    )
+    written = asyncio.run(_write(engine, options, on_progress))
+    training = DraftTraining(
+        model=engine.spec,
+        written=written.written,
+        prompts=written.prompts,
+        output=str(options.output),
+        epochs=options.epochs,
+        vocab_size=options.vocab_size,
+        seed=options.seed,
+        num_threads=engine.config.num_threads,
+    )
+    return _train(training, engine.config.worker_environment(), on_progress)
+
+
+async def _write(engine: Engine, options: DraftOptions, on_progress: OnProgress) -> SelfText:
+    text = options.text.read_text(errors="replace") if options.text is not None else ""
+    try:
+        await engine.start()
+        writer = Writer(engine, options.seed, text)
+        return await writer.write(options.num_tokens, lambda done, total: on_progress("write", done, total, ""))
+    finally:
+        await engine.stop()
+
+
+def _train(training: DraftTraining, environment: dict[str, str], on_progress: OnProgress) -> TrainingReport:
+    process = subprocess.Popen(
+        [sys.executable, "-m", _MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    )
+    assert process.stdin is not None and process.stdout is not None
+    report = None
+    try:
+        with process.stdin as pipe:
+            pipe.write(msgspec.msgpack.encode(training))
+        for line in process.stdout:
+            report = msgspec.json.decode(line, type=TrainingReport)
+            on_progress(report.phase, report.done, report.total, report.words)
+    finally:
+        if process.poll() is None and (report is None or not report.final):
+            process.kill()
+        status = process.wait()
+    if status or report is None or not report.final:
+        raise TrainingError(f"training ended with status {status}; what it said stands above")
+    return report
