@@ -123,13 +123,14 @@ class Api:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
         message = f"The request took longer than the {seconds:g} s that it may take."
+        too_late = ApiError(504, message, code="request_timeout")
         try:
             async with asyncio.timeout_at(deadline):
                 response = await route.handler(self, request, rest)
         except TimeoutError:
-            raise ApiError(504, message, code="request_timeout") from None
+            raise too_late from None
         if isinstance(response.body, FrameStream):
-            request.deadline = loop.call_at(deadline, response.body.fail, message)
+            request.deadline = loop.call_at(deadline, response.body.fail, too_late)
         return response
 
     def _seconds_allowed(self, request: ApiRequest) -> float | None:

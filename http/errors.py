@@ -17,7 +17,7 @@ import orjson
 from slipring.http.exchange import ApiResponse
 from slipring.runtime.request import EngineDeadError, EngineError, InvalidRequestError, QueueFullError
 
-_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
+_TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
 
 _QUOTED = re.compile(r"`(\w[^`\s]*)(?=`)")
 
@@ -57,7 +57,7 @@ class ApiError(Exception):
         return ApiError(self.status, message, param, self.code, self.headers)
 
     def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status, "invalid_request_error")
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> ApiResponse:
@@ -128,6 +128,11 @@ def not_ready(state: str, reason: str | None = None, retry_after: int = 1) -> Ap
 
 def internal_error() -> ApiError:
     return ApiError(500, "The server hit an unexpected error; its log says more.", code="internal_error")
+
+
+def engine_failed(message: str | None) -> ApiError:
+    """The engine, or the loss of it, ended an answer that had begun."""
+    return ApiError(500, message or "The engine could not finish this request.", code="engine_error")
 
 
 def from_engine(error: EngineError, param: str | None = None) -> ApiError:

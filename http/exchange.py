@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from slipring.http.stream import FrameStream
-
 if TYPE_CHECKING:
     from slipring.http.reply import Work
+    from slipring.http.stream import FrameStream
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream; charset=utf-8"

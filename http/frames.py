@@ -97,8 +97,8 @@ class EventRenderer(ABC):
         body = b',"choices":[],"usage":' + usage + self._fingerprint + b"}\n\n"
         return b"data: " + self._head + body + DONE
 
-    def error(self, message: str) -> bytes:
-        return ApiError(500, message, code="engine_error").frame()
+    def error(self, error: ApiError) -> bytes:
+        return error.frame()
 
     def _last(self, index: int, text: str, delta: Delta) -> bytes:
         """The end of a choice comes with its last text; the fingerprint with the last thing that is sent."""

@@ -14,7 +14,7 @@ import msgspec
 
 from slipring.http.bodies import SamplingBody
 from slipring.http.call_limit import CallLimit
-from slipring.http.errors import from_engine
+from slipring.http.errors import engine_failed, from_engine
 from slipring.http.exchange import ApiResponse
 from slipring.http.output_form import PLAIN, OutputForm
 from slipring.http.placement import Placement
@@ -101,7 +101,7 @@ class Flights:
 
     def fail_all(self, message: str) -> None:
         for answer in list(self._open):
-            answer.fail(message)
+            answer.fail(engine_failed(message))
 
 
 class Generation:

@@ -115,8 +115,8 @@ class MessageRenderer:
             + _frame("message_stop", {})
         )
 
-    def error(self, message: str) -> bytes:
-        return _frame("error", error_body(ApiError(500, message)))
+    def error(self, error: ApiError) -> bytes:
+        return _frame("error", error_body(error))
 
     def _event(self, event: Event) -> bytes:
         match event:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipring.http.bodies import SamplingBody
-from slipring.http.errors import ApiError
+from slipring.http.errors import ApiError, engine_failed
 from slipring.runtime.prompt_logprobs import PromptLogprobs
 from slipring.runtime.request import Delta, Timing, TokenLogprob
 
@@ -145,7 +145,7 @@ class Collector:
         if self._done.done():
             return
         if delta.finish_reason == "error":
-            self.fail(delta.error or "The engine could not finish this request.")
+            self.fail(engine_failed(delta.error))
             return
         self.usage.add(delta)
         choice = self.choices[delta.index]
@@ -163,10 +163,10 @@ class Collector:
                 self._end()
                 self._done.set_result(None)
 
-    def fail(self, message: str) -> None:
+    def fail(self, error: ApiError) -> None:
         if not self._done.done():
             self._end()
-            self._done.set_exception(ApiError(500, message, code="engine_error"))
+            self._done.set_exception(error)
             self._done.exception()  # the waiting handler may be gone: nobody need retrieve it
 
     async def wait(self) -> list[Choice]:

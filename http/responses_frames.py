@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from slipring.http.errors import ApiError
 from slipring.http.logprobs import LogprobWriter
 from slipring.http.output_form import ChoiceParser
 from slipring.http.reply import Choice, ReplyHead, Usage
@@ -147,11 +148,11 @@ class ResponseRenderer:
         frames = self._writer.finish(_status(self._finish_reason))
         return frames + self._final(ended(self._response, self._finish_reason, self._writer.items, self._usage))
 
-    def error(self, message: str) -> bytes:
+    def error(self, error: ApiError) -> bytes:
         frames = self._start()
         if self._writer.items:
             frames += self._writer.finish("incomplete")
-        return frames + self._final(failed(self._response, message, self._writer.items))
+        return frames + self._final(failed(self._response, error.message, self._writer.items))
 
     def _start(self) -> bytes:
         if self._started:

@@ -18,6 +18,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol, cast
 
+from slipring.http.errors import ApiError, engine_failed
 from slipring.runtime.request import Delta, TokenLogprob
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class Renderer(Protocol):
         """What follows the end of the last choice."""
         ...
 
-    def error(self, message: str) -> bytes:
+    def error(self, error: ApiError) -> bytes:
         """The frame that ends the stream because something broke."""
         ...
 
@@ -45,7 +46,7 @@ class FrameStream:
         self._write: Callable[[bytes], bool] | None = None
         self._merging = True
         self._held: dict[int, Delta] = {}
-        self._error: str | None = None
+        self._error: ApiError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self.ended = False
         """Every frame has been handed over."""
@@ -62,7 +63,7 @@ class FrameStream:
         if self.ended or self._error is not None:
             return
         if delta.finish_reason == "error":
-            self.fail(delta.error or "The engine could not finish this request.")
+            self.fail(engine_failed(delta.error))
         elif self._merging:
             self._hold(delta)
         else:
@@ -70,13 +71,13 @@ class FrameStream:
                 self._send(self._render(delta))
             except Exception:
                 logger.exception("a frame could not be made")
-                self.fail("The answer could not be written.")
+                self.fail(engine_failed("The answer could not be written."))
 
-    def fail(self, message: str) -> None:
+    def fail(self, error: ApiError) -> None:
         """End the stream with an error frame (after what is still held); the engine's work for it is cancelled."""
         if self.ended or self._error is not None:
             return
-        self._error = message
+        self._error = error
         self._on_cancel()
         if self._merging:
             self._wake()

@@ -262,7 +262,8 @@ def test_a_request_that_takes_too_long_is_ended(limit: float | None, asked: str 
     engine = EngineDouble(script=None)  # says nothing
     api = make_api(engine, request_timeout_s=limit)
     response = call(api, "POST", CHAT, {"messages": HELLO}, {"x-request-timeout": asked})
-    assert refused(response, 504)["code"] == "request_timeout" and "0.05 s" in value(response)["error"]["message"]
+    error = refused(response, 504)
+    assert (error["code"], error["type"]) == ("request_timeout", "server_error") and "0.05 s" in error["message"]
     assert engine.aborted == [engine.requests[0].request_id]
 
 
@@ -277,7 +278,8 @@ def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
         return b"".join([frames async for frames in response.body])
 
     found = events(asyncio.run(main()))
-    assert "0.05 s" in found[-1]["error"]["message"] and found[-2]["choices"][0]["delta"]["content"] == "so far"
+    assert found[-1]["error"]["code"] == "request_timeout" and "0.05 s" in found[-1]["error"]["message"]
+    assert found[-2]["choices"][0]["delta"]["content"] == "so far"
     assert engine.aborted == [engine.requests[0].request_id]
 
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from slipring.http.errors import engine_failed
 from slipring.http.frames import ChatRenderer, CompletionRenderer, json_string
 from slipring.http.logprobs import LogprobWriter
 from slipring.http.reply import ReplyHead, Usage
@@ -123,7 +124,7 @@ def test_logprobs_in_both_shapes() -> None:
 
 
 def test_an_error_frame_has_the_error_body_alone() -> None:
-    (error,) = events(renderer(ChatRenderer).error("the worker died"))
+    (error,) = events(renderer(ChatRenderer).error(engine_failed("the worker died")))
     assert error == {
         "error": {"message": "the worker died", "type": "server_error", "param": None, "code": "engine_error"}
     }

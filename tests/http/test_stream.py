@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from slipring.http.errors import ApiError, engine_failed
 from slipring.http.stream import FrameStream
 from slipring.runtime.request import Delta, TokenLogprob
 
@@ -19,8 +20,8 @@ class Plain:
     def tail(self) -> bytes:
         return b"<tail>"
 
-    def error(self, message: str) -> bytes:
-        return f"<error {message}>".encode()
+    def error(self, error: ApiError) -> bytes:
+        return f"<error {error.message}>".encode()
 
 
 class Writer:
@@ -120,7 +121,7 @@ def test_an_error_while_congested_follows_what_was_held() -> None:
     stream.attach(writer)
     stream.push(piece("a"))
     stream.push(piece("b"))
-    stream.fail("gone")
+    stream.fail(engine_failed("gone"))
     writer.room = True
     stream.resume()
     assert writer.frames[1:] == [b"[0:b:1:]<error gone>"] and stream.failed
@@ -179,7 +180,7 @@ def test_iterating_gives_the_same_frames(failure: bool) -> None:
                 stream.push(piece(text))
                 await asyncio.sleep(0)
             if failure:
-                stream.fail("x")
+                stream.fail(engine_failed("x"))
             else:
                 stream.push(piece("d", finish="stop"))
 
