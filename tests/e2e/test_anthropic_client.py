@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -159,3 +160,12 @@ def test_a_tool_that_must_be_used_is_used_by_its_schema(client: Any, choice: Any
         last = stream.get_final_message()
     assert [b.input for b in last.content if b.type == "tool_use"] == [block.input]
     assert last.stop_reason == "tool_use"
+
+
+def test_an_output_by_schema(client: Any, anthropic: Any) -> None:
+    schema = {"type": "object", "properties": {"wet": {"type": "boolean"}}, "required": ["wet"],
+              "additionalProperties": False}  # fmt: skip
+    answer = ask(client, output_config={"format": {"type": "json_schema", "schema": schema}})
+    assert json.loads(said(answer)).keys() == {"wet"} and answer.stop_reason == "end_turn"
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format"):
+        ask(client, output_config={"format": {"type": "json_schema", "schema": {"type": "nonsense"}}})

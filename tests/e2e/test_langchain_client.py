@@ -80,3 +80,13 @@ def test_embeddings(server: str) -> None:
     assert len(ocean) == len(boat) > 100 and ocean == pytest.approx(sea, abs=1e-4) and ocean != boat
     assert embeddings.embed_query("A boat.") == pytest.approx(boat, abs=1e-3)
     alive(server)
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+def test_structured_output(chat: Callable[..., Any], method: str) -> None:
+    asked = OCEAN if method != "json_mode" else f'{OCEAN} Answer with this JSON alone: {{"wet": true, "depth": 3}}'
+    found = chat(max_tokens=120).with_structured_output(Wet, method=method, include_raw=True).invoke(asked)
+    if method == "json_mode":  # an object, of whatever shape the model likes, or the beginning of one
+        assert found["raw"].content.lstrip().startswith("{")
+    else:
+        assert isinstance(found["parsed"], Wet), found

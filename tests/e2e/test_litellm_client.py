@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import pydantic
 import pytest
 
 from tests.serving import alive, server_at
@@ -77,3 +78,16 @@ def test_refusals_are_its_own_exceptions(litellm: Any, openai_way: dict[str, Any
         litellm.completion(**{**openai_way, "model": "openai/none"})
     with pytest.raises(litellm.ContextWindowExceededError):
         litellm.completion(**{**openai_way, "messages": [{"role": "user", "content": "x " * 20_000}]})
+
+
+class Wet(pydantic.BaseModel):
+    wet: bool
+    depth: int = pydantic.Field(ge=1, le=9)
+
+
+def test_a_response_format(litellm: Any, openai_way: dict[str, Any]) -> None:
+    asked = {**openai_way, "max_tokens": 60, "response_format": Wet}
+    text = litellm.completion(**asked).choices[0].message.content
+    Wet.model_validate_json(text)
+    chunks = list(litellm.completion(**asked, stream=True))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -53,3 +54,10 @@ def test_it_streams_and_does_not(home: Path, server: str) -> None:
 def test_a_conversation_goes_on(home: Path, server: str) -> None:
     llm(home, OCEAN)
     assert llm(home, "-c", "And a lake?") == chat(server, OCEAN, chat(server, OCEAN), "And a lake?").strip()
+
+
+def test_a_schema(home: Path) -> None:
+    properties = {"wet": {"type": "boolean"}, "depth": {"type": "integer", "minimum": 1, "maximum": 9}}
+    schema = {"type": "object", "properties": properties, "required": ["wet", "depth"], "additionalProperties": False}
+    said = llm(home, "--schema", json.dumps(schema), OCEAN, options=("temperature=0", "max_tokens=100"))
+    assert json.loads(said).keys() == {"wet", "depth"}

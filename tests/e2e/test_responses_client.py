@@ -166,3 +166,13 @@ def test_a_tool_that_must_be_used_is_used_by_its_schema(client: openai.OpenAI, c
     assert [item.arguments for item in last.output if item.type == "function_call"] == [call.arguments]
     output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain."}
     assert ask(client, input=[output], previous_response_id=answer.id, max_output_tokens=20).output_text
+
+
+def test_an_answer_parsed_into_a_model(client: openai.OpenAI) -> None:
+    answer = client.responses.parse(model=MODEL, input=OCEAN, temperature=0, text_format=Wet, max_output_tokens=60)
+    assert isinstance(answer.output_parsed, Wet)
+    with client.responses.stream(model=MODEL, input=OCEAN, temperature=0, text_format=Wet) as stream:
+        assert stream.get_final_response().output_parsed == answer.output_parsed
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, text={"format": {"type": "json_schema", "name": "x", "schema": {"type": "nonsense"}}})
+    assert (refused.value.param or "").startswith("text.format")
