@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 
+import msgspec
 import psutil
 import pytest
 import uvloop
 
 from slipring.runtime.config import EngineConfig
 from slipring.runtime.engine import Engine, HealthState
+from slipring.runtime.grammar import GrammarSpec
+from slipring.runtime.request import Delta, GenerationRequest
+from slipring.shm.params import SamplingParams
 from tests.e2e.test_equal_tokens import Stream, assert_equal, run_all, streams
 
 LIMITS = {"dtype": "float32", "max_num_seqs": 64, "debug_integrity": True}
@@ -80,3 +85,53 @@ def reference() -> list[Stream]:
 @pytest.mark.parametrize(("blow", "times"), [(signal.SIGKILL, 2), (signal.SIGSTOP, 1)], ids=["killed", "stopped"])
 def test_64_streams_outlive_their_worker(reference: list[Stream], blow: signal.Signals, times: int) -> None:
     assert_equal(uvloop.run(disturbed(blow, times)), reference)
+
+
+def test_constraints_and_stop_strings_go_on_where_they_were() -> None:
+    uvloop.run(_constrained())
+
+
+async def _constrained() -> None:
+    engine = Engine(EngineConfig(model="smollm2", **LIMITS))
+    await engine.start()
+    try:
+        requests = await _constrained_requests(engine)
+        undisturbed_texts = await _texts(engine, requests, "a", None)
+        killed_texts = await _texts(engine, requests, "b", signal.SIGKILL)
+        assert killed_texts == undisturbed_texts
+        assert all(re.fullmatch(PATTERN, text) for text in killed_texts[:2])
+    finally:
+        await engine.stop()
+
+
+PATTERN = "([a-z]{3,7} ){12}end"
+
+
+async def _constrained_requests(engine: Engine) -> list[GenerationRequest]:
+    grammar = await engine.compile_grammar(GrammarSpec("regex", PATTERN), "regex")
+    params = SamplingParams(max_tokens=80, temperature=0.0, stop_token_ids=engine.spec.eos_token_ids)
+    seeded = msgspec.structs.replace(params, temperature=0.7, seed=5, repetition_penalty=1.1)
+    prompt = engine.tokenizer.encode("Some short words:")
+    common = {"request_id": "", "prompt_token_ids": prompt}
+    return [
+        GenerationRequest(**common, params=params, grammar=grammar),
+        GenerationRequest(**common, params=seeded, grammar=grammar),
+        GenerationRequest(**common, params=params, stop=(" the", ".\n")),
+        GenerationRequest(**common, params=seeded, stop=(" and",)),
+    ]
+
+
+async def _texts(
+    engine: Engine, requests: list[GenerationRequest], serial: str, blow: signal.Signals | None
+) -> list[str]:
+    pieces: list[list[Delta]] = [[] for _ in requests]
+    for i, request in enumerate(requests):
+        engine.submit(msgspec.structs.replace(request, request_id=f"{serial}{i}"), pieces[i].append)
+    while len(pieces[0]) < 6:
+        await asyncio.sleep(0.002)
+    if blow is not None:
+        await strike(engine, blow)
+    while not all(deltas and deltas[-1].finish_reason for deltas in pieces):
+        await asyncio.sleep(0.01)
+    assert all(deltas[-1].finish_reason in ("stop", "length") for deltas in pieces), pieces
+    return ["".join(delta.text for delta in deltas) for deltas in pieces]
