@@ -29,6 +29,12 @@ def add_fault_flags(serve: argparse.ArgumentParser) -> None:
         help="a step that takes longer means that the worker hangs (default: %(default)g)",
     )
     group.add_argument(
+        "--warm-spare",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="keep one more worker per replica, loaded and waiting: recovery takes no start-up (default: off)",
+    )
+    group.add_argument(
         "--flight-recorder-dir",
         metavar="DIR",
         help="where the last steps before a fault are written, for `slipring blackbox` (default: a temporary folder)",
@@ -54,6 +60,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
         "data_parallel_size": args.data_parallel_size,
         "on_fault": args.on_fault,
         "hang_limit_s": args.hang_limit,
+        "warm_spare": args.warm_spare,
         "flight_recorder_dir": args.flight_recorder_dir,
         **_CONFIG,
         **(args.fault_tolerance_config or {}),

@@ -68,6 +68,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A step that takes longer than this, and than ten times what was predicted, means that the worker hangs."""
     engine_recovery_timeout_sec: float = 120.0
     """A replica that is not healthy again so long after a fault is dead."""
+    warm_spare: bool = False
+    """Keep one more worker per replica that has loaded everything and waits: recovery then takes no start-up."""
     flight_recorder_dir: str | None = None
     """Where the last steps before a fault are written; None: a folder in the temporary directory."""
     auto_recovery: bool = True

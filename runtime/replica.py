@@ -98,6 +98,8 @@ class Replica:
         self._collector: NullCollector | IdleCollector = NullCollector()
         self._started: asyncio.Future[wire.Ready] = self._loop.create_future()
         self._num_epochs = 0
+        self._spare: StepLoop | None = None
+        """An epoch that has begun before it is needed."""
         self._is_closed = False
         self._is_frozen = False
         self._changed = asyncio.Event()
@@ -184,6 +186,7 @@ class Replica:
         for task in self._work:
             task.cancel()
         self.step_loop.close()
+        self._drop_spare()
         if not self._started.done():
             self._started.set_exception(ReplicaDeadError("the engine was stopped while it started"))
             self._started.exception()  # nobody need be waiting for it
@@ -256,6 +259,9 @@ class Replica:
     def on_fault(self, loop: StepLoop, fault: Fault) -> None:
         if loop is self.step_loop and not self._is_closed:
             self._on(fault.event, fault)
+        elif loop is self._spare:
+            logger.warning("replica %d loses its spare worker until it recovers next: %s", self.rank, fault.reason)
+            self._loop.call_soon(self._drop_spare)
 
     def on_delivered(self, num_tokens: int, ended: list[Request]) -> None:
         if num_tokens:
@@ -314,6 +320,7 @@ class Replica:
         self._watcher.on_replay(self, len(self._requests))
         for request in self._in_order(request for request in self._requests.values() if not self._is_held(request)):
             self.step_loop.add(request)
+        self._keep_spare()
 
     def _make_offload(self, pool: BlockPool) -> OffloadPort:
         if self._tiers is None:
@@ -338,6 +345,7 @@ class Replica:
 
     def _respawn_fresh(self) -> None:
         self._weights.renew()
+        self._drop_spare()
         self._respawn()
 
     def _stop_admission(self) -> None:
@@ -345,6 +353,7 @@ class Replica:
         self._tell_when_empty()
 
     def _retire(self) -> None:
+        self._drop_spare()
         self.step_loop.stop()
         self.step_loop.epoch.ask_to_end()
 
@@ -362,6 +371,7 @@ class Replica:
         self._cancel_recovery_timer()
         self.step_loop.stop()
         self.step_loop.epoch.worker.kill()
+        self._drop_spare()
         self._hand_over()
 
     # --- from one epoch to the next -----------------------------------------------------------------------------
@@ -413,11 +423,37 @@ class Replica:
                     self._on(Event.UNREAPABLE)
                     return
             old.close()
-            try:
-                self.step_loop = self._new_loop()
-                self.step_loop.spawn()
-            except OSError as error:
-                self._on(Event.WORKER_EXIT, Fault(Event.WORKER_EXIT, f"there is no room for a new worker: {error}"))
+            self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        """With the spare worker's, where there is one, else with a new worker's, which must start first."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            self.step_loop = spare
+            if spare.epoch.ready is not None:
+                self._on(Event.STARTED)
+            return
+        try:
+            self.step_loop = self._new_loop()
+            self.step_loop.spawn()
+        except OSError as error:
+            self._on(Event.WORKER_EXIT, Fault(Event.WORKER_EXIT, f"there is no room for a new worker: {error}"))
+
+    def _keep_spare(self) -> None:
+        """A worker that waits, model and all, for the one that serves to break."""
+        if not self._config.user.warm_spare or self._spare is not None:
+            return
+        try:
+            self._spare = self._new_loop()
+            self._spare.spawn()
+        except OSError as error:
+            logger.warning("replica %d has no spare worker: %s", self.rank, error)
+            self._drop_spare()
+
+    def _drop_spare(self) -> None:
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.close()
 
     def _is_held(self, request: Request) -> bool:
         """Suspected, and not on trial now. It is made ready all the same: its trial may begin any time."""

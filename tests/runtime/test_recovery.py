@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from slipring.runtime.engine import HealthState
+from slipring.runtime.engine import Engine, HealthState
 from slipring.runtime.fault_tolerance import FaultToleranceRequest
 from slipring.runtime.request import EngineDeadError
 from slipring.runtime.supervisor import State
@@ -142,3 +142,34 @@ def test_what_a_dead_replica_held_goes_on_elsewhere() -> None:
             await settled(engine)
 
     run(scenario())
+
+
+def test_a_warm_spare_takes_over_and_is_replaced() -> None:
+    async def scenario() -> None:
+        async with running({"step_s": 0.002}, warm_spare=True) as engine:
+            stream = submit(engine, ask([1, 2], 300))
+            pids = [engine.worker_pids[0]]
+            for _ in range(3):
+                await given([stream], len(stream.deltas) + 5)
+                spare = await spare_of(engine)
+                os.kill(engine.worker_pids[0], signal.SIGKILL)
+                while engine.worker_pids[0] == pids[-1]:
+                    await asyncio.sleep(0.001)
+                assert engine.worker_pids[0] == spare
+                await healthy(engine)
+                pids.append(spare)
+            os.kill(await spare_of(engine), signal.SIGKILL)  # nobody misses it
+            await stream.wait()
+            assert stream.tokens() == expected_tokens([1, 2], 1, engine.spec.vocab_size, 300)
+            assert len(set(pids)) == 4
+            await settled(engine)
+
+    run(scenario())
+
+
+async def spare_of(engine: Engine) -> int:
+    deadline = time.monotonic() + 20
+    while (spare := engine.replicas[0]._spare) is None or spare.epoch.ready is None:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.002)
+    return spare.epoch.worker.pid
