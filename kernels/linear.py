@@ -65,7 +65,8 @@ def packed_weight(address: int, layout: bytes, shape: tuple[int, ...], dtype: to
     )
     if failed:
         raise RuntimeError("torch could not make a packed weight over shared memory")
-    return torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(_capsule(handle))
+    steal = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr  # pyright: ignore[reportAttributeAccessIssue]
+    return steal(_capsule(handle))
 
 
 @functools.cache
@@ -74,7 +75,7 @@ def _library() -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         _ = library.aoti_torch_create_tensor_from_blob_v2, library.aoti_torch_layout__mkldnn
-        _ = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr, torch.ops.mkldnn._get_mkldnn_serialized_md
+        _ = torch._C._aoti, torch.ops.mkldnn._get_mkldnn_serialized_md  # pyright: ignore[reportAttributeAccessIssue]
     except (OSError, AttributeError):
         return None
     return library
