@@ -476,7 +476,7 @@ class Replica:
         """The worker died under these."""
         learned, guilty = self._suspects.died(in_flight)
         if learned:
-            self._restarts.progressed()
+            self._restarts.learned(guilty is not None)
         if guilty is not None and self._requests.pop(id(guilty), None) is not None:
             assert self.fault is not None
             guilty.status = RequestStatus.FINISHED

@@ -8,6 +8,7 @@ from __future__ import annotations
 _DELAYS_S = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0)
 """Before the n-th start in a row that follows an epoch which came to nothing."""
 _LONG_ENOUGH_S = 60.0
+_MOST_CONDEMNED = 3
 
 
 class RestartPolicy:
@@ -15,6 +16,8 @@ class RestartPolicy:
 
     def __init__(self) -> None:
         self.num_fruitless = 0
+        self._num_condemned = 0
+        """Requests that were given up since anybody got a token."""
         self._serving_since: float | None = None
 
     def serving(self, now: float) -> None:
@@ -22,8 +25,14 @@ class RestartPolicy:
         self._serving_since = now
 
     def progressed(self) -> None:
-        """A token was delivered, or something was learned of who is guilty."""
-        self.num_fruitless = 0
+        """A token was delivered."""
+        self.num_fruitless = self._num_condemned = 0
+
+    def learned(self, condemned: bool) -> None:
+        """A death has taught something of who is guilty. Where that never helps, it is not the requests."""
+        if self._num_condemned < _MOST_CONDEMNED:
+            self.num_fruitless = 0
+        self._num_condemned += condemned
 
     def next_delay_s(self, now: float) -> float | None:
         """An epoch has ended: seconds to wait before the next one, or None: this is a crash loop, give up."""

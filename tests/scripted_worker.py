@@ -5,7 +5,7 @@ It draws tokens as `SimulatedDevice` does. The environment variable SCRIPT (JSON
     step_s       seconds that each step takes
     crash_at     step at which it kills itself
     raise_at     step at which it reports an error and exits
-    exit_at_step step at which it exits with status 9, after a line on stderr
+    exit_at_restart  exit status of every worker after the first, right after a line on stderr
     poison       a token: whoever has it in its prompt ends the worker, by SIGKILL
     never_ready  it never says that it is ready
     exit_at_start  exit status, right after a line on stderr
@@ -33,6 +33,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with os.fdopen(int(sys.argv[1]), "rb") as source:
         config = spec.decode(source.read())
+    if config.epoch > 1 and "exit_at_restart" in script:
+        print("the scripted worker gives up", file=sys.stderr)
+        return int(script["exit_at_restart"])
     if "exit_at_start" in script:
         print("the scripted worker gives up", file=sys.stderr)
         return int(script["exit_at_start"])
@@ -59,9 +62,6 @@ def serve(link: Link, device: SimulatedDevice, script: dict) -> None:
         link.beat(Phase.RUNNING)
         if step.step_id == script.get("crash_at"):
             os.kill(os.getpid(), signal.SIGKILL)
-        if step.step_id == script.get("exit_at_step"):
-            print("the scripted worker gives up", file=sys.stderr, flush=True)
-            os._exit(9)
         if "poison" in script and _holds(link, step.view, script["poison"]):
             os.kill(os.getpid(), signal.SIGKILL)
         if step.step_id == script.get("raise_at"):

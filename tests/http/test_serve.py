@@ -257,7 +257,10 @@ def text(found: list[Any]) -> str:
 def test_a_worker_that_dies_again_and_again_ends_the_server() -> None:
     async def main(process: Process) -> None:
         async with aiohttp.ClientSession() as client:
-            answers = [stream(client, process.url, asyncio.Event()) for _ in range(4)]
+            begun = asyncio.Event()
+            answers = [asyncio.ensure_future(stream(client, process.url, begun)) for _ in range(4)]
+            await asyncio.wait_for(begun.wait(), 20)
+            process.worker().kill()
             for data in await asyncio.wait_for(asyncio.gather(*answers), 60):
                 assert events(data)[-1]["error"]["message"]
             status, body = await health(client, process.url)
@@ -265,7 +268,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_server() -> None:
             async with client.post(f"{process.url}/v1/chat/completions", json=BODY) as response:
                 assert response.status == 503
 
-    with started(script={"exit_at_step": 0}) as process:
+    with started(script={"exit_at_restart": 9, "step_s": 0.01}) as process:
         asyncio.run(main(process))
         status, _, err = process.finish()
     assert status == 1 and "Traceback" not in err
