@@ -298,7 +298,7 @@ def test_tiers_that_cannot_be_had_are_told_at_the_start(tmp_path: Path) -> None:
 NUM_TALKS, NUM_TURNS = 8, 5
 
 
-async def talk_all(seed: int, **settings: Any) -> tuple[list[list[int]], Any]:
+async def talk_all(seed: int, num_talks: int = NUM_TALKS, **settings: Any) -> tuple[list[list[int]], Any]:
     """Conversations that arrive in a jumble: shared and own prefixes, greedy and seeded, some abandoned."""
     chance = random.Random(seed)
     engine = await started(**POOL, **settings)
@@ -306,12 +306,12 @@ async def talk_all(seed: int, **settings: Any) -> tuple[list[list[int]], Any]:
         shared = [chance.randrange(100, 40_000) for _ in range(24)]
         history = [
             (shared if talk % 2 else []) + [chance.randrange(100, 40_000) for _ in range(8)]
-            for talk in range(NUM_TALKS)
+            for talk in range(num_talks)
         ]
         answers = []
         for turn in range(NUM_TURNS):
             asked = []
-            for talk in range(NUM_TALKS):
+            for talk in range(num_talks):
                 history[talk] += [chance.randrange(100, 40_000) for _ in range(chance.randint(6, 14))]
                 seeded = talk if talk % 3 == 0 else None
                 asked.append(ask(engine, f"{turn}-{talk}", history[talk], 4, seeded))
@@ -346,3 +346,28 @@ def test_conversations_say_the_same_with_tiers(
     assert stats.tiers.device.loaded_blocks > 0 and stats.num_preemptions + stats.tiers.tiers.queries > 0
     if kind == "fs":
         assert stats.tiers.tiers.promoted > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("speculation", [None, '{"method": "ngram", "num_speculative_tokens": 3}'], ids=["", "drafts"])
+@pytest.mark.parametrize("depth_two", [True, False], ids=["depth 2", "depth 1"])
+@pytest.mark.parametrize("kind", ["cpu", "fs", "obj"])
+def test_200_requests_say_the_same_with_every_tier(
+    tmp_path: Path, kind: str, depth_two: bool, speculation: str | None
+) -> None:
+    s3 = S3Server() if kind == "obj" else None
+    try:
+        slow: list[dict[str, Any]] = []
+        if kind == "fs":
+            slow = [{"type": "fs", "root_dir": str(tmp_path), "quota_bytes": 300 << 20}]
+        if s3 is not None:
+            keys = {"endpoint_override": s3.url, "access_key_id": "a", "secret_access_key": "b"}
+            slow = [{"type": "obj", "store_config": {"bucket": "pages", **keys}}]
+        settings = {"async_scheduling": depth_two, "speculative_config": speculation}
+        plain, _ = uvloop.run(talk_all(5, 40, **settings))
+        answers, stats = uvloop.run(talk_all(5, 40, **settings, **tiers(80 if slow else 900, *slow)))
+    finally:
+        if s3 is not None:
+            s3.close()
+    assert len(answers) == 200 and answers == plain
+    assert stats.tiers.device.loaded_blocks > 0 and (not slow or stats.tiers.tiers.promoted > 0)
