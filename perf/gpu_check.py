@@ -65,8 +65,10 @@ class Child:
         """One line of the child's, or nothing when it hangs or is gone."""
         assert self._process.stdout
         deadline = time.monotonic() + seconds
+        poll = select.poll()  # select() knows no descriptors above 1023
+        poll.register(self._process.stdout, select.POLLIN)
         while b"\n" not in self._rest:
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1e3)
             piece = self._process.stdout.read(65536) if ready else b""
             if not piece:
                 if ready:

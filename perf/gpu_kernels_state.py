@@ -18,6 +18,7 @@ from slipring.kernels.logprobs import gather_logprobs_ref, gather_logprobs_trito
 from slipring.kernels.row_state import DecodeInputs
 from slipring.kernels.sampling import GREEDY_BELOW, DrawParams, apply_penalties_ref, draw_ref
 from slipring.kernels.sampling_triton import apply_penalties_triton, draw_triton
+from slipring.kernels.token_mask import apply_token_mask_ref, apply_token_mask_triton
 from tests.kernels.draft_trees import random_trees
 
 NEAR_TIES = 0.02
@@ -128,6 +129,27 @@ def draw(make: Maker, rows: int, vocab: int) -> Case:
     )
 
 
+def masked(make: Maker, rows: int, vocab: int) -> Case:
+    """Half of the rows have a mask, each of random bits."""
+    scores = make.normal(rows, vocab, dtype=torch.float32)
+    at = make.put(torch.arange(0, rows, 2))
+    chance, num_words = torch.Generator().manual_seed(rows), -(-vocab // 32)
+    words = torch.randint(-(1 << 31), 1 << 31, (len(at), num_words), generator=chance)
+    allowed = make.put(words.int())
+
+    def on(run: Any, scores: Tensor, at: Tensor, allowed: Tensor) -> Outputs:
+        scores = scores.clone()
+        run(scores, at, allowed)
+        return (scores,)
+
+    inputs = (scores, at, allowed)
+    return Case(
+        run=lambda: on(apply_token_mask_triton, *inputs),
+        ref=lambda: on(apply_token_mask_ref, *map(host, inputs)),
+        nbytes=len(at) * scores.stride(0) * 4 + allowed.nbytes,
+    )
+
+
 def logprobs(make: Maker, rows: int, vocab: int) -> Case:
     logits, tokens = make.normal(rows, vocab, dtype=torch.float32), make.integers(0, vocab, rows, dtype=torch.int64)
     return Case(
@@ -206,6 +228,7 @@ CHECKS = (
           {"16 tokens, 8 of 64": (16, 64, 8, 2048, 2048, "memory"), "4096 tokens, 8 of 64": (4096, 64, 8, 2048, 2048)}),
     Check("sampling.penalties", "sampling_triton", penalties, (3, 2100), {"256 rows": (256, _VOCAB)}),
     Check("sampling.draw", "sampling_triton", draw, (12, 700), {"64 rows": (64, _VOCAB)}),
+    Check("token_mask", "token_mask", masked, (5, 2100), {"64 rows": (64, _VOCAB)}),
     Check("logprobs", "logprobs", logprobs, (3, 5000), {"256 rows": (256, _VOCAB)}),
     Check("spec_verify.chain", "spec_verify", verify_chain, (40, 7), {"256 rows of 8": (256, 8)}),
     Check("spec_verify.tree", "spec_verify", verify_tree, (6, 11), {"256 trees of 64": (256, 64)}),

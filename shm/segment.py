@@ -59,6 +59,11 @@ class Segment:
             raise ValueError(f"segment is {actual} bytes, expected {nbytes}")
         return cls(fd, nbytes)
 
+    def __del__(self) -> None:
+        """A descriptor is not lost with an object that nobody closed."""
+        with contextlib.suppress(Exception):
+            self.close()
+
     def close(self) -> None:
         """Unmap and close the descriptor. Arrays that still view the mapping keep it alive until they die."""
         if self._map is None:
