@@ -67,7 +67,8 @@ class GrammarCompiler:
         try:
             grammar = await asyncio.get_running_loop().run_in_executor(self._pool, work)
         except ValueError as error:
-            raise InvalidRequestError(f"`{param}` cannot be used: {error}", param) from None
+            reason = str(error)[:_MOST_WORDS]
+            raise InvalidRequestError(f"`{param}` cannot be used: {reason}", param) from None
         self._known[spec] = grammar
         while len(self._known) > _CACHED:
             self._known.popitem(last=False)
@@ -169,6 +170,8 @@ _NESTING = ("properties", "$defs", "definitions", "patternProperties")
 _BRANCHES = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "additionalItems")
 _MOST_LOOKS = 200
+_MOST_WORDS = 500
+"""Characters of a reason: it may quote the schema, which may be half a megabyte."""
 
 
 def _reason(spec: GrammarSpec, error: str) -> str:

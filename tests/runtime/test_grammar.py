@@ -56,3 +56,52 @@ def test_a_bad_schema_is_refused_on_its_field(schema: object) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         compile_("json_schema", json.dumps(schema))
     assert caught.value.param == "field"
+
+
+def nested(before: str, depth: int, inner: str = "{}", after: str = "}") -> str:
+    return before * depth + inner + after * depth
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("json_schema", json.dumps({"type": "string", "pattern": "[ab]*a[ab]{20}"})),
+        ("json_schema", json.dumps({"type": "string", "pattern": "((a{0,99}){0,99}){0,99}"})),
+        ("json_schema", json.dumps({"type": "string", "pattern": "(" * 60_000 + "a" + ")" * 60_000})),
+        ("json_schema", json.dumps({"type": "string", "pattern": "(?<=x)*"})),
+        ("json_schema", json.dumps({"type": "string", "maxLength": 10**9})),
+        ("json_schema", json.dumps({"type": "array", "minItems": 10**6, "items": {"type": "integer"}})),
+        ("json_schema", json.dumps({"properties": {f"p{i}": {"type": "integer"} for i in range(20_000)}})),
+        ("json_schema", json.dumps({"properties": {f"p{i}": {"type": "null"} for i in range(5000)} | {"q": False}})),
+        ("json_schema", json.dumps({"enum": [str(i) for i in range(10**5)]})),
+        ("json_schema", json.dumps({"allOf": [{"$ref": "#"}]})),
+        ("json_schema", '{"$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}},"$ref":"#/$defs/a"}'),
+        ("json_schema", nested('{"items":', 5000)),
+        ("json_schema", nested('{"items":', 5000, '{"format":"time"}')),
+        ("json_schema", nested('{"items":', 60, '{"not":{}}')),
+        ("json_schema", nested('{"anyOf":[{"type":"null"},', 50, '{"not":{}}', "]}")),
+        ("regex", "(" * 60_000 + "a" + ")" * 60_000),
+        ("regex", "(a{0,999}){0,999}"),
+        ("lark", "start: " + "(" * 5000 + '"a"' + ")" * 5000),
+        ("lark", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000),
+        ("lark", "start: start"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_what_would_take_for_ever_is_refused_or_cheap(kind: str, value: str) -> None:
+    """Within seconds, with a short reason, while the loop goes on."""
+
+    async def main() -> int:
+        work = asyncio.ensure_future(COMPILER.compile(GrammarSpec(kind, value), "field", MODEL.tokenizer()))  # type: ignore[arg-type]
+        turns = 0
+        while not work.done():
+            await asyncio.sleep(0.001)
+            turns += 1
+            assert turns < 20_000
+        try:
+            await work
+        except InvalidRequestError as refused:
+            assert len(str(refused)) < 700
+        return turns
+
+    asyncio.run(main())

@@ -16,6 +16,7 @@ from slipring.shm.spec import ModelSpec
 from slipring.shm.wire import NO_MATCH, NON_FINITE
 from slipring.workers import grammar as worker_grammar
 from slipring.workers.constraints import forbid
+from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer
 from tests.byte_tokenizer import EOS
 from tests.workers.constrained_rig import (
     PROMPT,
@@ -28,6 +29,30 @@ from tests.workers.constrained_rig import (
     with_grammars,
 )
 from tests.workers.runner_rig import GREEDY, Rig
+
+class Seer(NullProposer):
+    """Tells four tokens each time, of which the first so many are right."""
+
+    def __init__(self, num_right: int) -> None:
+        self.num_right = num_right
+        self.answers: dict[int, list[int]] = {}
+        self.told: dict[int, int] = {}
+
+    def accept(self, rows: IntArray, tokens: IntArray, counts: IntArray) -> None:
+        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+            self.told[row] = self.told.get(row, 0) + count
+
+    def propose(self, rows: IntArray, most: IntArray) -> Drafts:
+        drafts = Drafts.none(len(rows), int(most.max(initial=0)))
+        for i, (row, count) in enumerate(zip(rows.tolist(), most.tolist(), strict=True)):
+            begin = self.told.get(row, 0)
+            known = self.answers.get(row, [])[begin : begin + count]
+            drafts.num[i] = len(known)
+            drafts.tokens[i, : len(known)] = [
+                token if place < self.num_right else token ^ 3 for place, token in enumerate(known)
+            ]
+        return drafts
+
 
 LETTERS = Grammar(LLMatcher.grammar_from_regex("[ab]{1,12}"), "regex")
 
@@ -63,6 +88,41 @@ def test_a_preempted_row_goes_on_where_it_stopped(spec: ModelSpec) -> None:
         ours.run([], [(again, len(again.tokens))])
         run_to_the_end(ours, [again])
         assert expected.outputs[:cut] + again.outputs == expected.outputs
+
+
+def test_a_preempted_row_keeps_its_penalties_and_its_least_number_of_tokens(spec: ModelSpec) -> None:
+    changes = {"frequency_penalty": 1.5, "presence_penalty": 1.5, "repetition_penalty": 1.3, "min_tokens": 8,
+               "grammar": 2, "logit_bias": ((EOS, 4.0),)}  # fmt: skip
+    whole = rig(spec)
+    expected = whole.admit(PROMPT, constrained(5, **changes))
+    run_to_the_end(whole, [expected])
+    assert len(expected.outputs) >= 9
+    for cut in range(1, len(expected.outputs)):
+        ours = rig(spec)
+        again = ours.admit(PROMPT, constrained(5, **changes), outputs=expected.outputs[:cut])
+        ours.run([], [(again, len(again.tokens))])
+        run_to_the_end(ours, [again])
+        assert expected.outputs[:cut] + again.outputs == expected.outputs
+
+
+@pytest.mark.parametrize("num_right", [0, 2, 4], ids=["wrong", "half", "right"])
+def test_drafts_that_may_break_the_grammar_change_no_token(spec: ModelSpec, num_right: int) -> None:
+    """Beside a free row; wrong drafts are mostly against the grammar, too."""
+    plain = rig(spec)
+    want = [plain.admit(PROMPT, constrained(seed)) for seed in range(3)] + [plain.admit(PROMPT, GREEDY)]
+    run_to_the_end(plain, want[:3])
+    plain.generate(want[3:], 40)
+    seer = Seer(num_right)
+    ours = with_grammars(Rig(spec, proposer=seer, max_draft=4), json_grammar(SCHEMA), LETTERS)
+    rows = [ours.admit(PROMPT, constrained(seed)) for seed in range(3)] + [ours.admit(PROMPT, GREEDY)]
+    seer.answers = {row.row: reference.outputs for row, reference in zip(rows, want, strict=True)}
+    run_to_the_end(ours, rows[:3])
+    for row, reference in zip(rows[:3], want, strict=False):
+        end = row.outputs.index(EOS) + 1
+        assert row.outputs[:end] == reference.outputs
+        jsonschema.validate(json.loads(bytes(row.outputs[: end - 1])), SCHEMA)
+    ours.generate(rows[3:], 20)
+    assert rows[3].outputs[:20] == want[3].outputs[:20]
 
 
 def test_the_end_of_sequence_is_forced_and_what_follows_it_does_no_harm(spec: ModelSpec) -> None:
