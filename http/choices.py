@@ -51,7 +51,8 @@ class ChoicesStyle(ABC):
 
 
 def writer_of(model: ServedModel, plan: Plan) -> LogprobWriter:
-    return model.logprobs_by_id if plan.body.return_tokens_as_token_ids else model.logprobs
+    by_id = bool(plan.body.return_tokens_as_token_ids)
+    return LogprobWriter(model.engine.tokenizer, by_id, plan.skips_special_tokens)
 
 
 def prompt_details(model: ServedModel, plan: Plan, prompt: Prompt, choice: Choice) -> dict[str, Any]:

@@ -59,6 +59,13 @@ class Plan:
         """Completions that are generated for each prompt, of which the `n` best are told."""
         return self.body.best_of or self.n
 
+    @property
+    def skips_special_tokens(self) -> bool:
+        """They add nothing to the text."""
+        if self.body.skip_special_tokens is None:
+            return not self.output.needs_special_tokens
+        return self.body.skip_special_tokens
+
     def prompt_of(self, index: int) -> Prompt:
         """The prompt of a choice."""
         return self.prompts[index // self.n]
@@ -244,7 +251,7 @@ def _requests(model: ServedModel, plan: Plan, reply_id: str, place: Placement) -
             n=plan.best_of,
             stop=stop_strings(body),
             include_stop_str_in_output=bool(body.include_stop_str_in_output),
-            skip_special_tokens=_skips_special_tokens(plan),
+            skip_special_tokens=plan.skips_special_tokens,
             cache_salt=body.cache_salt,
             tier_limits=tier_limits(body),
             priority=body.priority or 0,
@@ -252,9 +259,3 @@ def _requests(model: ServedModel, plan: Plan, reply_id: str, place: Placement) -
             data_parallel_rank=place.rank,
             session=place.session,
         )
-
-
-def _skips_special_tokens(plan: Plan) -> bool:
-    if plan.body.skip_special_tokens is None:
-        return not plan.output.needs_special_tokens
-    return plan.body.skip_special_tokens

@@ -48,11 +48,16 @@ class TextOffset:
 
 
 class LogprobWriter:
-    """Names tokens for one model, by their text or (`by_id`) as `token_id:N`, which tells all of them apart."""
+    """Names tokens for one model, by their text or (`by_id`) as `token_id:N`, which tells all of them apart.
 
-    def __init__(self, tokenizer: Tokenizer, by_id: bool = False) -> None:
+    Their bytes are what they add to the text: none where special tokens are skipped, so that the bytes of all tokens
+    are those of the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, by_id: bool = False, skips_special_tokens: bool = False) -> None:
         self._tokenizer = tokenizer
         self._by_id = by_id
+        self._added = tokenizer.byte_table(skips_special_tokens)
 
     def text(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._by_id else self._tokenizer.token_text(token_id)
@@ -70,7 +75,7 @@ class LogprobWriter:
             "tokens": [self.text(e.token_id) for e in entries],
             "token_logprobs": [finite(e.logprob) for e in entries],
             "top_logprobs": [self._alternatives(e) for e in entries],
-            "text_offset": [offset.take(self._tokenizer.token_bytes(e.token_id)) for e in entries],
+            "text_offset": [offset.take(self._added[e.token_id]) for e in entries],
         }
 
     def echoed(
@@ -103,8 +108,7 @@ class LogprobWriter:
         return found
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = list(self._tokenizer.token_bytes(token_id))
-        return {"token": self.text(token_id), "logprob": finite(logprob), "bytes": data}
+        return {"token": self.text(token_id), "logprob": finite(logprob), "bytes": list(self._added[token_id])}
 
     def _alternatives(self, entry: TokenLogprob) -> dict[str, float]:
         """Keyed by text; where two ids share one text the likelier keeps it. The drawn token is always among them."""

@@ -19,6 +19,7 @@ import orjson
 
 from slipring.http.bodies import decode
 from slipring.http.chat import plan_chat
+from slipring.http.choices import writer_of
 from slipring.http.config import ServerConfig
 from slipring.http.errors import ApiError, bad_request, renaming
 from slipring.http.exchange import JSON, ApiRequest, ApiResponse
@@ -78,10 +79,11 @@ class ResponseStyle:
         self, model: ServedModel, plan: Plan, head: ReplyHead, choices: list[Choice], usage: Usage
     ) -> dict[str, Any]:
         begun, parser = self.begun(model, plan, head), plan.output.parser()
-        return plain_response(begun, choices[0], usage, parser, model.logprobs)
+        return plain_response(begun, choices[0], usage, parser, writer_of(model, plan))
 
     def frames(self, model: ServedModel, plan: Plan, head: ReplyHead, usage: Usage) -> ResponseRenderer:
-        return ResponseRenderer(self.begun(model, plan, head), usage, plan.output.parser(), model.logprobs, self.end)
+        begun, logprobs = self.begun(model, plan, head), writer_of(model, plan)
+        return ResponseRenderer(begun, usage, plan.output.parser(), logprobs, self.end)
 
     def end(self, response: dict[str, Any]) -> None:
         """However it has ended."""

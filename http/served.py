@@ -29,7 +29,6 @@ class ServedModel:
         self.created = int(time.time())
         self.rules = SamplingRules(engine)
         self.logprobs = LogprobWriter(engine.tokenizer)
-        self.logprobs_by_id = LogprobWriter(engine.tokenizer, by_id=True)
         self.output = OutputRules(engine, config.tool_call_parser, config.reasoning_parser)
         identity = f"{engine.spec.name} {engine.spec.path} {engine.spec.dtype}"
         self.fingerprint = f"slipring-{VERSION}-{hashlib.sha256(identity.encode()).hexdigest()[:8]}"

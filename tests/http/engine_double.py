@@ -51,6 +51,9 @@ class ByteTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b""
 
+    def byte_table(self, skip_special_tokens: bool) -> dict[int, bytes]:
+        return {token_id: self.token_bytes(token_id) for token_id in range(VOCAB)}
+
     def all_token_bytes(self, vocab_size: int) -> list[bytes]:
         return [self.token_bytes(token_id) for token_id in range(vocab_size)]
 
