@@ -68,6 +68,12 @@ def test_no_usage_chunk_unless_asked_for(options: Any) -> None:
     assert all(event == "[DONE]" or event["choices"] for event in found)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_stream_options_that_cannot_be_meant(stream: bool) -> None:
+    error = refusal({"stream": stream, "stream_options": {"include_usage": "yes"}})
+    assert error["param"].startswith("stream_options")
+
+
 def test_model_names() -> None:
     assert ask({"model": None})["model"] == "m"
     error = refused(call(make_api(), "POST", CHAT, {"model": "z", "messages": HELLO}), 404)
@@ -97,6 +103,8 @@ def test_model_names() -> None:
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
         ({"response_format": {"type": ""}}, "response_format.type"),
         ({"response_format": "text"}, "response_format.type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}},
+         "response_format.json_schema.schema"),
         ({"tool_choice": "required", "tools": []}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tool_choice": "maybe"}, "tool_choice"),

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,14 @@ BODY = {"messages": HELLO, "stream": True, "ignore_eos": True, "max_tokens": 200
 class Process:
     """A server on a free port; `script` is how its worker misbehaves."""
 
-    def __init__(self, *flags: str, script: dict[str, Any] | None = None, port: int | None = None) -> None:
+    def __init__(
+        self, *flags: str, script: dict[str, Any] | None = None, port: int | None = None, before: tuple[str, ...] = ()
+    ) -> None:
+        """`before`: a command that becomes the server's."""
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "slipring.http.cli", "serve", "smollm2", "--port", str(self.port), *flags]
+        serve = [*before, sys.executable, "-m", "slipring.http.cli", "serve", "smollm2"]
+        command = [*serve, "--port", str(self.port), *flags]
         self.popen = subprocess.Popen(
             [*command, "--worker-module", "tests.scripted_worker"],
             cwd=ROOT,
@@ -51,8 +56,10 @@ class Process:
 
 
 @contextlib.contextmanager
-def started(*flags: str, script: dict[str, Any] | None = None) -> Iterator[Process]:
-    process = Process(*flags, script=script)
+def started(
+    *flags: str, script: dict[str, Any] | None = None, before: tuple[str, ...] = ()
+) -> Iterator[Process]:
+    process = Process(*flags, script=script, before=before)
     try:
         asyncio.run(_ready(process))
         yield process
@@ -275,12 +282,32 @@ def test_a_worker_that_dies_again_and_again_ends_the_server() -> None:
     assert "worker" in err and "exited with status 9" in err and "the scripted worker gives up" in err.splitlines()[-1]
 
 
-def test_a_killed_server_leaves_no_worker() -> None:
-    with started() as process:
-        worker = process.worker()
-        process.popen.kill()
-        process.popen.wait(2)
-        worker.wait(2)
+def test_a_killed_server_leaves_no_worker_and_no_memory() -> None:
+    before = set(os.listdir("/dev/shm"))
+    for _ in range(2):
+        with started() as process:
+            worker = process.worker()
+            mapped = Path(f"/proc/{worker.pid}/maps").read_text()
+            assert "/dev/shm/slipring-" in mapped, "the two share memory"
+            process.popen.kill()
+            process.popen.wait(2)
+            worker.wait(2)
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("slipring-")}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small /dev/shm needs root")
+def test_a_container_with_a_small_dev_shm_serves_all_the_same() -> None:
+    mount = "mount -t tmpfs -o size=2m tmpfs /dev/shm && exec"
+    if subprocess.run(["unshare", "--mount", "sh", "-c", f"{mount} true"], capture_output=True).returncode:
+        pytest.skip("mount namespaces are not allowed here")
+    with started(before=("unshare", "--mount", "sh", "-c", f'{mount} "$0" "$@"')) as process:
+        body = json.dumps({"prompt": [1, 2, 3] * 500, "max_tokens": 20, "ignore_eos": True}).encode()
+        request = urllib.request.Request(f"{process.url}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as response:
+            assert json.loads(response.read())["usage"]["completion_tokens"] == 20
+        process.popen.send_signal(signal.SIGTERM)
+        status, out, err = process.finish()
+    assert status == 0 and "--shm-size" in out + err
 
 
 def test_descriptors_are_raised_to_the_hard_limit() -> None:

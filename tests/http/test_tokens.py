@@ -46,3 +46,11 @@ def test_refusals(path: str, body: dict[str, Any], param: str) -> None:
 def test_the_model_is_checked() -> None:
     for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
         refused(call(make_api(), "POST", path, {**body, "model": "z"}), 404)
+
+
+def test_tools_count_as_chat_would_show_them() -> None:
+    api, tools = make_api(), [{"type": "function", "function": {"name": "f", "description": "d"}}]
+    body = {"messages": HELLO, "tools": tools}
+    count = value(call(api, "POST", "/tokenize", body))["count"]
+    assert count == value(call(api, "POST", "/v1/chat/completions", body))["usage"]["prompt_tokens"]
+    assert count > value(call(api, "POST", "/tokenize", {"messages": HELLO}))["count"]

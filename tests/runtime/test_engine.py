@@ -158,6 +158,31 @@ def test_stop_token_and_stop_string_end_a_stream_and_free_it() -> None:
     run(scenario())
 
 
+def test_a_stop_string_in_the_middle_of_accepted_drafts() -> None:
+    """Tokens behind it are as if they had never been drawn, and of two ends the first one counts."""
+    speculation = '{"method": "ngram", "num_speculative_tokens": 5}'
+
+    async def scenario() -> None:
+        ends = []
+        for settings in ({}, {"speculative_config": speculation}):
+            async with running(**settings) as engine:
+                prompt = [5, 6, 7]
+                tokens = expected_tokens(prompt, 1, engine.spec.vocab_size, 12)
+                found = []
+                for place in range(12):
+                    for max_tokens in (5, 12):
+                        stop = engine.tokenizer.decode(tokens[place : place + 1])
+                        stream = await submit(engine, ask(prompt, max_tokens, stop=(stop,))).wait()
+                        last = stream.deltas[-1]
+                        found.append((stream.text(), stream.tokens(), last.finish_reason, last.stop_reason))
+                await settled(engine)
+                assert (engine.stats().num_accepted_tokens > 0) == bool(settings)
+                ends.append(found)
+        assert ends[0] == ends[1] and {end[2] for end in ends[0]} == {"stop", "length"}
+
+    run(scenario())
+
+
 def test_abort_frees_everything_and_is_silent() -> None:
     async def scenario() -> None:
         async with running({"step_s": 0.002}) as engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 
 import numpy as np
@@ -210,6 +211,41 @@ def test_a_repeated_prompt_hits_whole_blocks_strictly_below_its_end() -> None:
     assert turn.num_cached_tokens == 12, "the answer's own blocks are reused on the next turn"
     for request in (first, again, turn):
         harness.assert_right(request)
+
+
+def test_a_pool_that_is_rebuilt_again_and_again_gives_each_prompt_its_own_tokens() -> None:
+    """Prompts come back in any order while their blocks are evicted and reused; some are aborted on the way."""
+    chance = random.Random(3)
+    harness = Harness(num_blocks=12, max_model_len=40)
+    prompts = [[chance.randrange(2) for _ in range(chance.randrange(4, 24))] for _ in range(20)]
+    for _ in range(4):
+        chance.shuffle(prompts)
+        requests = [harness.add(prompt, max_tokens=6, seed=3) for prompt in prompts]
+        for request in chance.sample(requests, 3):
+            harness.publish(), harness.run_device(), harness.take_output()
+            if harness.scheduler.abort(request):
+                requests.remove(request)
+        harness.run()
+        for request in requests:
+            harness.assert_right(request)
+    assert harness.scheduler.counters.prefix_hits > 0
+    harness.assert_idle()
+
+
+def test_a_preempted_request_is_no_hit_of_its_own_and_hits_add_up() -> None:
+    harness = Harness(num_blocks=10, max_model_len=40)
+    distinct = [harness.add([i, 1, 2, 3, i, 5, 6], max_tokens=30, seed=i) for i in range(5)]
+    harness.run()
+    counters = harness.scheduler.counters
+    assert counters.num_preemptions > 0 and counters.prefix_hits == 0
+    assert counters.prefix_queries == 7 * len(distinct) and not any(request.num_cached_tokens for request in distinct)
+    roomy = Harness(num_blocks=64)
+    roomy.add([1] * 17)
+    roomy.run()
+    batch = [roomy.add([1] * length) for length in (3, 9, 17)]
+    roomy.run()
+    assert [request.num_cached_tokens for request in batch] == [0, 8, 16]
+    assert roomy.scheduler.counters.prefix_hits == 24
 
 
 def test_salts_do_not_share() -> None:

@@ -30,6 +30,7 @@ from tests.workers.constrained_rig import (
 )
 from tests.workers.runner_rig import GREEDY, Rig
 
+
 class Seer(NullProposer):
     """Tells four tokens each time, of which the first so many are right."""
 

@@ -106,7 +106,7 @@ def test_what_is_asked_in_two_ways_at_once_or_not_in_ascii(parts, schema: Any) -
 
 
 def test_blanks_between_tokens_are_bounded(parts) -> None:
-    compiler, store, model = parts
+    _, store, model = parts
     schema = {"properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False, "type": "object"}
     documents(parts, NUM_SCHEMAS + 2, schema, num=1)
     matcher, text = store.matcher(NUM_SCHEMAS + 2), ""
