@@ -32,6 +32,7 @@ FIGURES = {
     "connections": "perf.connections",
     "longprompt": "perf.longprompt",
     "structured": "perf.structured",
+    "speculation": "perf.speculation",
     "startup": "perf.startup",
     "idle": "perf.idle",
     "faults": "perf.faults",

@@ -38,7 +38,7 @@ _CONTEXT = 512
 """Tokens of a text that are learnt from."""
 _READ_TOKENS = 2048
 _BATCH_TOKENS = 1024
-_RATE, _LEAST_SHARE, _WARM_STEPS = 1e-3, 0.05, 20
+_RATE, _LEAST_SHARE, _WARM_STEPS = 1.5e-3, 0.05, 20
 _DEPTHS = (1.0, 0.7)
 """Weights of the losses of the first guess, and of the one made from it."""
 _HELD_OUT = 0.08
@@ -216,7 +216,9 @@ def _first_weights(spec: ModelSpec, weights: Weights, model: Llama) -> dict[str,
         if name in parts
     }
     generator = torch.Generator().manual_seed(0)
-    fuse = torch.cat((torch.eye(size), torch.eye(size)), 1)
+    # Embeddings are small beside normed hidden states; the token that was drawn must weigh as much from the start.
+    alike = float(model.norm.abs().mean() / model.embedding.std())
+    fuse = torch.cat((torch.eye(size) * alike, torch.eye(size)), 1)
     found["fuse"] = fuse + torch.randn(fuse.shape, generator=generator) * 0.01
     found["norm"] = model.norm.clone()
     return found

@@ -77,4 +77,5 @@ def assert_served(spec: ModelSpec, head: Path, sequences: list[Sequence], mean_l
             rig.run([sequence] if begun else [], [] if begun else [(sequence, len(prompt))])
             num_steps += begun
         assert sequence.outputs[:NUM_OUTPUTS] == reference.outputs
-    assert len(sequences) * (NUM_OUTPUTS - 1) / num_steps > 0.8 * mean_length
+    # The report is a mean over positions; a text that was not learnt takes a step for each of them.
+    assert len(sequences) * (NUM_OUTPUTS - 1) / num_steps > max(1.2, 0.6 * mean_length)
