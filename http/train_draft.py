@@ -47,15 +47,16 @@ class _Bar:
 
     def __init__(self) -> None:
         self._tty = sys.stdout.isatty()
-        self._phase, self._shown_at = "", 0.0
+        self._phase, self._shown_at, self._done = "", 0.0, -1
 
     def __call__(self, phase: str, done: int, total: int, words: str) -> None:
         now = time.monotonic()
-        if now - self._shown_at < (0.1 if self._tty else 10.0) and phase == self._phase and done < total:
+        again = phase == self._phase
+        if again and (done == self._done or (now - self._shown_at < (0.1 if self._tty else 10.0) and done < total)):
             return
         if self._tty and phase != self._phase and self._phase:
             print()
-        self._phase, self._shown_at = phase, now
+        self._phase, self._shown_at, self._done = phase, now, done
         share = done / total if total else 1.0
         filled = round(share * _BAR_WIDTH)
         bar = f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {share:4.0%}  {words}"

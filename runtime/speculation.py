@@ -16,6 +16,8 @@ METHODS = ("ngram", "eagle")
 MAX_DRAFT = 32
 """Most drafts of a row in one step."""
 _DEFAULT_DRAFT = 5
+_DEFAULT_RANGES = ((1, 8, MAX_DRAFT), (9, 32, 2), (33, 33, 0))
+"""Drafts by the number of decode rows when none are given. A CPU's step costs by its tokens from a few dozen on."""
 _NGRAM_SIZES = (2, 5)
 """Sizes that are looked up when neither is given. vLLM's are 5 and 5: it has no controller to drop bad drafts."""
 
@@ -63,7 +65,7 @@ def draft_widths(config: SpeculativeConfig, max_num_seqs: int) -> tuple[int, ...
     most = config.num_speculative_tokens or _DEFAULT_DRAFT
     ranges = config.num_speculative_tokens_per_batch_size
     if ranges is None:
-        return (most,) * (max_num_seqs + 1)
+        ranges = _DEFAULT_RANGES
     name, end = "num_speculative_tokens_per_batch_size", 0
     widths = [0] * (max_num_seqs + 1)
     for low, high, drafts in ranges:

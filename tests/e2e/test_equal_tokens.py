@@ -24,7 +24,8 @@ from slipring.shm.params import SamplingParams
 TEXT = "the ocean is wide and a small boat goes over it while people on land wait for news of rain wind or fish"
 WORDS = TEXT.split()
 NUM_STREAMS = 64
-NGRAM = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
+NGRAM = """{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3,
+ "num_speculative_tokens_per_batch_size": [[1, 64, 4]]}"""
 SMALL_POOL = {"block_size": 4, "num_gpu_blocks_override": 64}
 """256 tokens: the longest stream fits alone, and little beside it."""
 

@@ -9,7 +9,8 @@ from slipring.runtime.speculation import SpeculationError, draft_widths, parse_s
 
 def test_defaults_and_vllms_rules_for_the_sizes() -> None:
     plain = parse_speculation('{"method": "ngram"}')
-    assert draft_widths(plain, 3) == (5, 5, 5, 5)
+    assert draft_widths(plain, 3) == (0, 5, 5, 5)
+    assert draft_widths(plain, 64)[8:10] == (5, 2) and set(draft_widths(plain, 64)[33:]) == {0}
     spec = worker_speculation(plain)
     assert (spec.method, spec.prompt_lookup_min, spec.prompt_lookup_max) == ("ngram", 2, 5)
     one = worker_speculation(parse_speculation('{"method": "ngram", "prompt_lookup_max": 4}'))
