@@ -100,6 +100,7 @@ def test_model_names() -> None:
         ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"continue_final_message": True}, "continue_final_message"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "continue_final_message"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
         ({"response_format": {"type": ""}}, "response_format.type"),
         ({"response_format": "text"}, "response_format.type"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from slipring.runtime.detokenizer import Detokenizer
 from slipring.runtime.model import open_model
 from slipring.runtime.tokenizer import Tokenizer
+from tests.runtime.test_tokenizer import build, made_up, sentencepiece_fields
 
 
 @cache
@@ -140,6 +141,16 @@ def test_no_piece_of_an_emoji_is_sent() -> None:
     pieces = run(Detokenizer(tokenizer), ids)
     assert "".join(pieces) == "😀👨‍👩‍👧 你好 é"
     assert not any("�" in piece for piece in pieces)
+
+
+def test_no_piece_of_an_emoji_is_sent_where_bytes_are_tokens() -> None:
+    tokenizer = build(made_up(**sentencepiece_fields(random.Random(3))))
+    text = "a 😀👨‍👩‍👧 你好 é"
+    pieces = run(Detokenizer(tokenizer), tokenizer.encode(text))
+    assert "".join(pieces) == f" {text}", "it goes on behind a prompt, so the blank of its first word is written"
+    assert not any("\ufffd" in piece for piece in pieces)
+    stopped = Detokenizer(tokenizer, ("你",))
+    assert "".join(run(stopped, tokenizer.encode(text))) == f" {text[: text.index('你')]}"
 
 
 def test_the_first_min_tokens_tokens_are_not_searched() -> None:

@@ -158,6 +158,26 @@ def test_stop_token_and_stop_string_end_a_stream_and_free_it() -> None:
     run(scenario())
 
 
+def test_what_was_held_back_is_told_when_a_request_is_ended() -> None:
+    async def scenario() -> None:
+        async with running({"step_s": 0.01}) as engine:
+            prompt = [5, 6, 7]
+            tokens = expected_tokens(prompt, 1, engine.spec.vocab_size, 64)
+            text = engine.tokenizer.decode(tokens)
+            stop = text[1:] + "ZZZ"  # everything but the first character is held back, for it may become this
+            request = ask(prompt, 64, stop=(stop,), request_id="held")
+            stream = submit(engine, request)
+            while len(stream.tokens()) < 3:
+                await asyncio.sleep(0.001)
+            assert stream.text() == text[:1] and engine.finish("held")
+            await stream.wait()
+            assert stream.deltas[-1].finish_reason == "abort"
+            assert stream.text() == engine.tokenizer.decode(stream.tokens())
+            await settled(engine)
+
+    run(scenario())
+
+
 def test_a_stop_string_in_the_middle_of_accepted_drafts() -> None:
     """Tokens behind it are as if they had never been drawn, and of two ends the first one counts."""
     speculation = '{"method": "ngram", "num_speculative_tokens": 5}'

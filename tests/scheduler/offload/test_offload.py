@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -124,16 +124,20 @@ class TieredHarness(Harness):
         self.offload.complete(*self.done.popleft(), seconds=0.0)
         return True
 
+    @property
+    def actions(self) -> list[Callable[[], bool]]:
+        return [
+            self.publish,
+            self.run_device,
+            self.take_output,
+            self.tell_worker,
+            self.transfer,
+            self.acknowledge,
+            self.slow.work,
+        ]
+
     def turn(self) -> bool:
-        return (
-            self.publish()
-            | self.run_device()
-            | self.take_output()
-            | self.tell_worker()
-            | self.transfer()
-            | self.acknowledge()
-            | self.slow.work()
-        )
+        return any([action() for action in self.actions])
 
     def run(self, limit: int = 4000) -> None:
         for _ in range(limit):
@@ -203,6 +207,44 @@ def test_a_request_may_be_stored_at_its_end_only() -> None:
     assert harness.index.num_occupied == 6
 
 
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_request_may_be_aborted_at_any_time(slow: bool) -> None:
+    """Before it has a block, while its blocks are loaded, in its last step: everything is free again, and right."""
+    loading = 0
+    for num_actions in range(50):
+        harness = TieredHarness(num_blocks=12, slow=slow, num_slots=12 if slow else 64)
+        harness.add(TALK, max_tokens=8)
+        harness.run()
+        crowd_out(harness)
+        victim = harness.add(TALK, max_tokens=3)
+        for number in range(num_actions):
+            harness.actions[number % len(harness.actions)]()
+        loading += harness.offload.stats.loaded_blocks == 0 and harness.offload.busy
+        harness.scheduler.abort(victim)
+        harness.check()
+        harness.run()
+        again = harness.add(TALK, max_tokens=3)
+        harness.run()
+        harness.assert_right(again)
+        harness.assert_idle()
+    assert loading, "some were aborted while they were loaded"
+
+
+def test_what_a_request_has_found_may_be_crowded_out_of_a_tiny_tier() -> None:
+    for turns in range(12):
+        harness = TieredHarness(num_blocks=12, num_slots=4)
+        harness.add(TALK, max_tokens=2)
+        harness.run()
+        found = harness.add(TALK, max_tokens=3)
+        for _ in range(turns):
+            harness.turn()
+        others = [harness.add([i] * 20, max_tokens=8, seed=i) for i in range(VOCAB)]
+        harness.run()
+        for request in (found, *others):
+            harness.assert_right(request)
+        harness.assert_idle()
+
+
 def test_a_lost_device_leaves_the_slots_usable() -> None:
     harness = TieredHarness(num_blocks=12)
     harness.add(TALK, max_tokens=8)
@@ -249,15 +291,7 @@ def test_anything_in_any_order(
         max_model_len=4 * num_blocks,
     )
     chance = harness.chance
-    actions = [
-        harness.publish,
-        harness.run_device,
-        harness.take_output,
-        harness.tell_worker,
-        harness.transfer,
-        harness.acknowledge,
-        harness.slow.work,
-    ]
+    actions = harness.actions
     requests: list[Request] = []
     aborted: set[Request] = set()
     for _ in range(data.draw(st.integers(1, 12))):
