@@ -189,14 +189,15 @@ class Responses:
         usage = Usage([len(prompt.token_ids) for prompt in plan.prompts], plan.n)
         collector = Collector(plan.echo, usage)
         generation = Generation.of(model, plan, head.id, place)
+        begun = style.begun(model, plan, head)
+        shown = _stored(begun, style.items)
         generation.start(collector.push)
         flights.track(collector)
-        begun = style.begun(model, plan, head)
 
         def end(response: dict[str, Any]) -> None:
             generation.cancel()  # does nothing when it has ended
             flights.drop(collector)
-            del self._running[head.id]
+            self._running.pop(head.id, None)
             style.end(response)
 
         async def finish() -> None:
@@ -208,7 +209,6 @@ class Responses:
                 end(style.ended(model, plan, head, choices, usage))
 
         task = asyncio.ensure_future(finish())
-        shown = _stored(begun, style.items)
         self._running[head.id] = Running(shown, task, lambda: end({**begun, "status": "cancelled"}))
         return ApiResponse.json({**begun, "status": "queued"})
 

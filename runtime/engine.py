@@ -462,7 +462,8 @@ class Engine:
         user = self.config.user
         waiting = sum(replica.load[1] for replica in self._replicas) + len(self._held)
         tokens = sum(replica.num_waiting_tokens for replica in self._replicas) + self._num_hashing
-        if tokens and (waiting + n > user.max_queued_requests or tokens + n * num_tokens > user.max_queued_tokens):
+        full = waiting + n > user.max_queued_requests or tokens + n * num_tokens > user.max_queued_tokens
+        if full and (waiting or tokens):
             self._metrics.rejected += 1
             raise QueueFullError(
                 f"{waiting} requests with {tokens} tokens are waiting already "

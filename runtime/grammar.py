@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -66,7 +67,7 @@ class GrammarCompiler:
         work = partial(self._compile, spec, tokenizer)
         try:
             grammar = await asyncio.get_running_loop().run_in_executor(self._pool, work)
-        except ValueError as error:
+        except (ValueError, TypeError, RecursionError) as error:  # the last two: nested too deeply
             reason = str(error)[:_MOST_WORDS]
             raise InvalidRequestError(f"`{param}` cannot be used: {reason}", param) from None
         self._known[spec] = grammar
@@ -170,6 +171,8 @@ _NESTING = ("properties", "$defs", "definitions", "patternProperties")
 _BRANCHES = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties", "additionalItems")
 _MOST_LOOKS = 200
+_LOOK_S = 0.3
+"""For finding the place that a schema is refused for."""
 _MOST_WORDS = 500
 """Characters of a reason: it may quote the schema, which may be half a megabyte."""
 
@@ -187,10 +190,11 @@ def _reason(spec: GrammarSpec, error: str) -> str:
 
 def _place(root: Any, words: str) -> str:
     """Path of the innermost part of a schema that is refused with the same words."""
-    place, schema = "", root
+    place, schema, until = "", root, time.monotonic() + _LOOK_S
     shared = {name: root[name] for name in ("$defs", "definitions") if isinstance(root, dict) and name in root}
     for _ in range(_MOST_LOOKS):
-        inner = next((part for part in _parts(schema) if _is_refused(part[1], shared, words)), None)
+        parts = (part for part in _parts(schema) if time.monotonic() < until)
+        inner = next((part for part in parts if _is_refused(part[1], shared, words)), None)
         if inner is None:
             return place
         place, schema = (f"{place}.{inner[0]}" if place else inner[0]), inner[1]

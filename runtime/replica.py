@@ -379,7 +379,12 @@ class Replica:
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._work.add(task)
-        task.add_done_callback(self._work.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._work.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("replica %d: a change of epochs failed", self.rank, exc_info=error)
 
     def _new_loop(self) -> StepLoop:
         self._num_epochs += 1
@@ -406,7 +411,8 @@ class Replica:
                 self._on(Event.AUTO_RECOVER)
 
     def _record(self, loop: StepLoop) -> None:
-        assert loop.fault is not None
+        if loop.fault is None:
+            return  # it never ran: its worker could not be spawned
         path = self._recorder.write(self.rank, loop, loop.fault)
         told = f" (slipring blackbox {path})" if path is not None else ""
         logger.error("replica %d, epoch %d: %s%s", self.rank, loop.epoch.number, loop.fault.reason, told)

@@ -116,6 +116,8 @@ class StepLoop:
 
     def stop(self) -> None:
         """Publish nothing more, and look at nothing more by itself. Idempotent."""
+        if self.ending:
+            return  # its descriptors may be closed by now, and their numbers somebody else's
         self.ending = True
         self._cancel_timer()
         self._deadline.cancel()
@@ -176,6 +178,7 @@ class StepLoop:
             self._join_line(request)
         elif request.owner is not None:
             words = f"the grammar could not be built: {error}"
+            request.status = RequestStatus.FINISHED
             request.owner.finish(FinishReason.ERROR, time.monotonic(), error=words)
             self._listener.on_delivered(0, [request])
 

@@ -315,7 +315,8 @@ class Scheduler:
         if request.num_reusable == 0:
             return False
         if leader.status is not RequestStatus.RUNNING:
-            return leader.status is RequestStatus.WAITING and leader.num_preemptions == 0
+            # One that is not in line itself (its grammar is being built) would be waited for in vain.
+            return leader in self.waiting and leader.num_preemptions == 0
         whole = request.num_shared_blocks
         if whole is None:
             # Only full blocks strictly below the prompt's end can be shared.

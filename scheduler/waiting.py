@@ -22,6 +22,9 @@ class WaitingQueue:
         self.num_tokens = 0
         """Tokens of all that wait."""
 
+    def __contains__(self, request: Request) -> bool:
+        return id(request) in self._waiting
+
     def __len__(self) -> int:
         return len(self._waiting)
 

@@ -24,6 +24,9 @@ def num_mask_words(vocab_size: int) -> int:
     """int32 words of a token mask."""
     return -(-vocab_size // 32)
 
+_KEPT_LEAVING = 256
+"""Dropped grammars that are kept a while longer."""
+
 
 class Matcher:
     """One output and its grammar: how far it has come, and what may follow. One thread at a time.
@@ -123,23 +126,33 @@ class GrammarStore:
         self._spec = spec
         self._tokenizer: LLTokenizer | None = None
         self._matchers: dict[int, Matcher] = {}
+        self._leaving: dict[int, Matcher] = {}
+        """Dropped lately: a step that was published before the drop may still begin a row with one."""
+        self._refusal = "the worker has no tokenizer"
         self._lock = threading.Lock()
 
     def handle(self, message: Message) -> GrammarBuilt | None:
         """One control message; returns its answer."""
         if isinstance(message, LoadTokenizer):
-            self._tokenizer = self._load(message.document)
+            try:
+                self._tokenizer = self._load(message.document)
+            except Exception as error:  # then every grammar is refused, and only those who asked for one suffer
+                self._refusal = f"the tokenizer cannot be used for grammars: {error}"
         elif isinstance(message, BuildGrammar):
             return GrammarBuilt(message.grammar_id, self._build(message.grammar_id, message.grammar))
         elif isinstance(message, DropGrammar):
             with self._lock:
-                self._matchers.pop(message.grammar_id, None)
+                if (matcher := self._matchers.pop(message.grammar_id, None)) is not None:
+                    self._leaving[message.grammar_id] = matcher
+                    while len(self._leaving) > _KEPT_LEAVING:
+                        del self._leaving[next(iter(self._leaving))]
         return None
 
     def matcher(self, grammar_id: int) -> Matcher:
         """A matcher at the beginning. Raises KeyError for a grammar that is not here."""
         with self._lock:
-            return self._matchers[grammar_id].copy()
+            found = self._matchers.get(grammar_id) or self._leaving[grammar_id]
+            return found.copy()
 
     def _load(self, document: bytes) -> LLTokenizer:
         from llguidance import LLTokenizer
@@ -152,7 +165,7 @@ class GrammarStore:
         from llguidance import LLMatcher, LLParserLimits
 
         if self._tokenizer is None:
-            return "the worker has no tokenizer"
+            return self._refusal
         inner = LLMatcher(self._tokenizer, grammar.text, log_level=0, limits=LLParserLimits(**LIMITS))
         built = Matcher(inner, frozenset(self._spec.eos_token_ids))
         # The first mask is the dearest; copies take over what it found out.

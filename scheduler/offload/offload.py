@@ -252,8 +252,8 @@ class Offload:
         known = self._pool.match(request.block_hashes[: len(prefetch.keys)])
         wanted = prefetch.keys[len(known) :]
         count, more_to_come = self._tiers.hit_run(wanted)
-        if more_to_come:
-            return True
+        if more_to_come and self.busy:
+            return True  # ours will wake us; what another replica stores is not waited for
         if not count or self._block_s * count > self._recompute_s(count * self._block_size):
             prefetch.settled = True
             return False

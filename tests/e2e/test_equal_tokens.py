@@ -133,9 +133,11 @@ def assert_equal(got: list[Stream], want: list[Stream]) -> None:
     assert excused <= len(got) * 0.02, f"{excused} of {len(got)} streams differ"
 
 
-@pytest.mark.parametrize("depth_two", [True, False], ids=["depth 2", "depth 1"])
-@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
-@pytest.mark.parametrize("pool", [{}, SMALL_POOL], ids=["roomy", "preempting"])
+@pytest.mark.parametrize(
+    ("depth_two", "caching", "pool"),
+    [(True, True, {}), (True, False, SMALL_POOL), (False, True, SMALL_POOL), (False, False, {})],
+    ids=["depth 2, cached", "depth 2, preempting", "depth 1, cached, preempting", "depth 1"],
+)
 def test_64_streams_give_what_each_gives_alone(
     alone: list[Stream], depth_two: bool, caching: bool, pool: dict[str, int]
 ) -> None:

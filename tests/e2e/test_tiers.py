@@ -283,6 +283,27 @@ def test_two_replicas_share_the_tier(expected: list[int]) -> None:
     uvloop.run(main())
 
 
+def test_a_replica_does_not_wait_for_what_another_one_stores(expected: list[int]) -> None:
+    async def main() -> None:
+        engine = await started(**POOL, **tiers(200), data_parallel_size=2)
+        try:
+            pids = engine.worker_pids
+            for rank in (0, 1):  # at once: what rank 0 has computed is still on its way into the tier
+                answer = Answer()
+                params = SamplingParams(max_tokens=1, temperature=0.0)
+                request = GenerationRequest(
+                    request_id=f"rank-{rank}", prompt_token_ids=PROMPT, params=params, data_parallel_rank=rank
+                )
+                engine.submit(request, answer.sink)
+                assert await finished(answer) == expected[:1]
+            assert engine.worker_pids == pids
+            await settled(engine)
+        finally:
+            await engine.stop()
+
+    uvloop.run(main())
+
+
 def test_tiers_that_cannot_be_had_are_told_at_the_start(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
@@ -332,12 +353,11 @@ def talked() -> list[list[int]]:
     return uvloop.run(talk_all(3, async_scheduling=False))[0]
 
 
-@pytest.mark.parametrize(("kind", "depth_two"), [("cpu", True), ("fs", True), ("arc", False)])
+@pytest.mark.parametrize(("kind", "depth_two"), [("fs", True), ("arc", False)])
 def test_conversations_say_the_same_with_tiers(
     tmp_path: Path, talked: list[list[int]], kind: str, depth_two: bool
 ) -> None:
     settings = {
-        "cpu": tiers(400),
         "arc": tiers(60, eviction_policy="arc"),
         "fs": tiers(48, {"type": "fs", "root_dir": str(tmp_path), "quota_bytes": 100 << 20}),
     }[kind]

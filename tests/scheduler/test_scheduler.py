@@ -542,3 +542,11 @@ def test_any_order_of_events(operations, depth, caching, policy, num_blocks, num
         if request not in aborted:
             harness.assert_right(request)
     harness.assert_idle()
+
+
+def test_a_leader_that_is_not_in_line_is_not_waited_for() -> None:
+    harness = Harness()
+    leader = Request(np.array([1, 2, 3, 4, 5, 6], np.int32), SamplingParams(max_tokens=4))
+    follower = harness.add([1, 2, 3, 4, 5, 6], leader=leader)
+    harness.run()
+    harness.assert_right(follower)

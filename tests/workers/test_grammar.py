@@ -83,12 +83,16 @@ def test_a_wrong_token_is_an_error_and_not_a_crash(store: GrammarStore) -> None:
     assert matcher.error is not None
 
 
-def test_the_store_answers_for_itself(store: GrammarStore) -> None:
+def test_the_store_answers_for_itself(store: GrammarStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipring.workers.grammar._KEPT_LEAVING", 1)
     bad = Grammar(LLMatcher.grammar_from_regex("(a"), "regex")
     answer = store.handle(BuildGrammar(7, bad))
     assert isinstance(answer, GrammarBuilt) and answer.grammar_id == 7 and "unclosed" in (answer.error or "")
     assert store.handle(BuildGrammar(8, json_grammar({"const": 1}))) == GrammarBuilt(8)
     assert store.handle(DropGrammar(8)) is None
+    assert store.matcher(8), "a step that is on its way may still begin a row with it"
+    assert store.handle(BuildGrammar(9, json_grammar({"const": 2}))) == GrammarBuilt(9)
+    assert store.handle(DropGrammar(9)) is None
     for grammar_id in (7, 8):
         with pytest.raises(KeyError):
             store.matcher(grammar_id)
