@@ -21,7 +21,7 @@ def main() -> int:
     run.add_argument("--quick", action="store_true", help="few samples: does it work, not how fast is it")
     run.add_argument("--no-write", action="store_true", help="leave perf/results as it is")
     run.add_argument("--seed", type=int, default=1)
-    show = commands.add_parser("render", help="rewrite the README's tables from perf/results")
+    show = commands.add_parser("render", help="rewrite the tables of README.md and docs/figures.md from perf/results")
     show.add_argument("--check", action="store_true", help="only say whether they agree")
     arguments = parser.parse_args()
     if arguments.command == "list":

@@ -1,4 +1,5 @@
-"""The README's tables, rendered from `perf/results/*.json` between markers, so that no number is typed by hand.
+"""The tables of the README and of docs/figures.md, rendered from `perf/results/*.json` between markers, so that no
+number is typed by hand.
 
 <!-- perf:NAME -->
 ...rewritten...
@@ -14,20 +15,22 @@ from typing import Any
 
 from perf.figure import RESULTS, ROOT
 
-README = ROOT / "README.md"
+PAGES = ROOT / "README.md", ROOT / "docs" / "figures.md"
 _BLOCK = re.compile(r"(<!-- perf:([\w-]+) -->\n).*?(<!-- /perf:\2 -->)", re.DOTALL)
 
 
 def render(check: bool) -> int:
-    """Exit status 0; 1 with `check` when README and results differ."""
-    text = README.read_text()
-    rendered = _BLOCK.sub(lambda match: match[1] + table_of(match[2]) + match[3], text)
-    if check:
-        if text != rendered:
-            print("README.md differs from perf/results: run `python -m perf render`", file=sys.stderr)
-        return int(text != rendered)
-    README.write_text(rendered)
-    return 0
+    """Exit status 0; 1 with `check` when a page and the results differ."""
+    status = 0
+    for page in PAGES:
+        text = page.read_text()
+        rendered = _BLOCK.sub(lambda match: match[1] + table_of(match[2]) + match[3], text)
+        if not check:
+            page.write_text(rendered)
+        elif text != rendered:
+            print(f"{page.name} differs from perf/results: run `python -m perf render`", file=sys.stderr)
+            status = 1
+    return status
 
 
 def table_of(name: str) -> str:
