@@ -6,18 +6,22 @@ Keys that vLLM has and we do not honour are refused by name: a setting without e
 from __future__ import annotations
 
 import difflib
+import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from slipring.shm.spec import SpeculationSpec
 
-METHODS = ("ngram", "eagle")
+METHODS = ("ngram", "suffix", "eagle")
 MAX_DRAFT = 32
 """Most drafts of a row in one step."""
 _DEFAULT_DRAFT = 5
 _DEFAULT_RANGES = ((1, 8, MAX_DRAFT), (9, 32, 2), (33, 33, 0))
 """Drafts by the number of decode rows when none are given. A CPU's step costs by its tokens from a few dozen on."""
+_KEYS_OF = {"prompt_lookup": "ngram", "suffix_decoding": "suffix"}
+"""Beginnings of keys that mean something to one method alone."""
 _NGRAM_SIZES = (2, 5)
 """Sizes that are looked up when neither is given. vLLM's are 5 and 5: it has no controller to drop bad drafts."""
 
@@ -37,6 +41,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """(least rows, most rows, drafts), both inclusive; what lies between and after them goes on as before it."""
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
 
 
 def parse_speculation(text: str) -> SpeculativeConfig:
@@ -57,12 +65,12 @@ def parse_speculation(text: str) -> SpeculativeConfig:
         config = msgspec.convert(given, SpeculativeConfig)
     except msgspec.ValidationError as error:
         raise SpeculationError(str(error).replace("$.", "")) from None
-    return _checked(config)
+    return _checked(config, given)
 
 
 def draft_widths(config: SpeculativeConfig, max_num_seqs: int) -> tuple[int, ...]:
     """[max_num_seqs + 1]: drafts of a row by the number of decode rows. Raises SpeculationError."""
-    most = config.num_speculative_tokens or _DEFAULT_DRAFT
+    most = config.num_speculative_tokens or _default_draft(config)
     ranges = config.num_speculative_tokens_per_batch_size
     if ranges is None:
         ranges = _DEFAULT_RANGES
@@ -90,18 +98,33 @@ def worker_speculation(config: SpeculativeConfig) -> SpeculationSpec:
         model=config.model,
         prompt_lookup_min=low if low is not None else high or 0,
         prompt_lookup_max=high if high is not None else low or 0,
+        suffix_depth=config.suffix_decoding_max_tree_depth,
+        suffix_requests=config.suffix_decoding_max_cached_requests,
+        suffix_factor=config.suffix_decoding_max_spec_factor,
+        suffix_token_prob=config.suffix_decoding_min_token_prob,
     )
 
 
-def _checked(config: SpeculativeConfig) -> SpeculativeConfig:
+def _default_draft(config: SpeculativeConfig) -> int:
+    """vLLM's rule for suffix decoding: as many as its depth allows."""
+    if config.method == "suffix":
+        return min(MAX_DRAFT, config.suffix_decoding_max_tree_depth - 1)
+    return _DEFAULT_DRAFT
+
+
+def _checked(config: SpeculativeConfig, given: Iterable[str]) -> SpeculativeConfig:
     if config.method is None and config.model in ("ngram", "[ngram]"):
         config = msgspec.structs.replace(config, method="ngram", model=None)
     if config.method not in METHODS:
         raise SpeculationError(f"method must be one of {', '.join(METHODS)}; got {config.method!r}")
     if config.num_speculative_tokens is not None and not 1 <= config.num_speculative_tokens <= MAX_DRAFT:
         raise SpeculationError(f"num_speculative_tokens must be from 1 to {MAX_DRAFT}")
-    if config.method == "ngram" and config.model is not None:
-        raise SpeculationError("model: ngram needs none")
+    if config.method in ("ngram", "suffix") and config.model is not None:
+        raise SpeculationError(f"model: {config.method} needs none")
+    for begin, method in _KEYS_OF.items():
+        if config.method != method and (keys := [key for key in given if key.startswith(begin)]):
+            raise SpeculationError(f"{keys[0]} belongs to method {method}, not to {config.method}: leave it out")
+    _check_suffix(config)
     if config.method == "eagle" and not (config.model and Path(config.model, "model.safetensors").is_file()):
         raise SpeculationError(f"model must be the directory of a head (slipring train-draft); got {config.model!r}")
     low, high = config.prompt_lookup_min, config.prompt_lookup_max
@@ -111,3 +134,17 @@ def _checked(config: SpeculativeConfig) -> SpeculativeConfig:
     if low is not None and high is not None and low > high:
         raise SpeculationError(f"prompt_lookup_min ({low}) must not be above prompt_lookup_max ({high})")
     return config
+
+
+def _check_suffix(config: SpeculativeConfig) -> None:
+    """vLLM's bounds, but for the depth: one token must match for one to be drafted."""
+    for key, low, high in (
+        ("max_tree_depth", 2, 256),
+        ("max_cached_requests", 0, math.inf),
+        ("max_spec_factor", 0, math.inf),
+        ("min_token_prob", 0, 1),
+    ):
+        value = getattr(config, f"suffix_decoding_{key}")
+        if not low <= value <= high:
+            bounds = f"from {low} to {high}" if high < math.inf else f"{low} or more"
+            raise SpeculationError(f"suffix_decoding_{key} must be {bounds}, got {value}")

@@ -94,12 +94,17 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """How a worker makes drafts."""
 
     method: str
-    """`ngram` or `eagle`."""
+    """One of `runtime.speculation.METHODS`."""
     model: str | None = None
     """eagle: the head's directory."""
     prompt_lookup_min: int = 0
     prompt_lookup_max: int = 0
     """ngram: sizes of the n-grams that are looked up."""
+    suffix_depth: int = 0
+    suffix_requests: int = 0
+    suffix_factor: float = 0.0
+    suffix_token_prob: float = 0.0
+    """suffix: see `workers.speculation.suffix`."""
 
 
 class DraftTraining(msgspec.Struct, frozen=True, kw_only=True):

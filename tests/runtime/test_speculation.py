@@ -18,6 +18,16 @@ def test_defaults_and_vllms_rules_for_the_sizes() -> None:
     assert parse_speculation('{"model": "ngram"}').method == "ngram"
 
 
+def test_suffix_decoding_has_vllms_defaults() -> None:
+    plain = parse_speculation('{"method": "suffix"}')
+    spec = worker_speculation(plain)
+    assert (spec.suffix_depth, spec.suffix_requests, spec.suffix_factor, spec.suffix_token_prob) == (24, 10_000, 1, 0.1)
+    assert draft_widths(plain, 2) == (0, 23, 23)
+    text = '{"method": "suffix", "suffix_decoding_max_cached_requests": 0, "num_speculative_tokens": 3}'
+    off = parse_speculation(text)
+    assert worker_speculation(off).suffix_requests == 0 and draft_widths(off, 1) == (0, 3)
+
+
 def test_widths_by_batch_size() -> None:
     text = '{"method": "ngram", "num_speculative_tokens": 4, "num_speculative_tokens_per_batch_size": %s}'
     ranges = "[[1, 2, 9], [4, 5, 2], [6, 6, 0]]"
@@ -42,6 +52,14 @@ def test_widths_by_batch_size() -> None:
         ('{"method": "ngram", "prompt_lookup_min": 6, "prompt_lookup_max": 2}', "must not be above"),
         ('{"method": "ngram", "prompt_lookup_min": 0}', "prompt_lookup_min"),
         ('{"method": "ngram", "model": "x"}', "model"),
+        ('{"method": "suffix", "model": "x"}', "suffix needs none"),
+        ('{"method": "suffix", "prompt_lookup_max": 3}', "prompt_lookup_max belongs to method ngram"),
+        ('{"method": "ngram", "suffix_decoding_max_tree_depth": 3}', "belongs to method suffix"),
+        ('{"method": "suffix", "suffix_decoding_tree_depth": 3}', "did you mean 'suffix_decoding_max_tree_depth'"),
+        ('{"method": "suffix", "suffix_decoding_max_tree_depth": 1}', "suffix_decoding_max_tree_depth must be from 2"),
+        ('{"method": "suffix", "suffix_decoding_max_cached_requests": -1}', "max_cached_requests must be 0 or more"),
+        ('{"method": "suffix", "suffix_decoding_max_spec_factor": -0.5}', "max_spec_factor must be 0 or more"),
+        ('{"method": "suffix", "suffix_decoding_min_token_prob": 1.5}', "min_token_prob must be from 0 to 1"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, words: str) -> None:

@@ -15,6 +15,7 @@ from slipring.workers.speculation.eagle_head import load_head
 from slipring.workers.speculation.ngram import NgramProposer
 from slipring.workers.speculation.proposer import NullProposer, Proposer
 from slipring.workers.speculation.step_costs import StepCosts
+from slipring.workers.speculation.suffix import Limits, SuffixProposer
 
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Tokens of a decode step whose cost is measured at start."""
@@ -36,6 +37,9 @@ def _proposer(config: WorkerConfig, runner: Runner) -> Proposer:
     assert spec is not None
     if spec.method == "ngram":
         return NgramProposer(config.num_rows, spec.prompt_lookup_min, spec.prompt_lookup_max)
+    if spec.method == "suffix":
+        limits = Limits(spec.suffix_depth, spec.suffix_factor, spec.suffix_token_prob)
+        return SuffixProposer(config.num_rows, limits, spec.suffix_requests)
     if spec.method == "eagle":
         return _eagle(config, Path(spec.model or ""), runner)
     raise ValueError(f"speculation method {spec.method!r} is not supported")

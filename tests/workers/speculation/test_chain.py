@@ -9,6 +9,7 @@ from slipring.shm.params import SamplingParams
 from slipring.shm.spec import ModelSpec
 from slipring.workers.speculation.ngram import NgramProposer
 from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer, Proposer
+from slipring.workers.speculation.suffix import Limits, SuffixProposer
 from tests.workers.runner_rig import GREEDY, Rig, Sequence
 from tests.workers.tiny_models import save_tiny
 
@@ -75,7 +76,8 @@ def test_drafts_change_no_token(spec: ModelSpec, kind: str, most: int) -> None:
     want = generate(spec, KINDS[kind], None, 0)
     prophet = Prophet()
     prophet.answers = {sequence.row: sequence.outputs for sequence in want}
-    for proposer in (prophet, NgramProposer(16, least=1, most=3)):
+    suffix = SuffixProposer(16, Limits(depth=6, factor=2.0, least_chance=0.1), max_outputs=100)
+    for proposer in (prophet, NgramProposer(16, least=1, most=3), suffix):
         got = generate(spec, KINDS[kind], proposer, most)
         for sequence, reference in zip(got, want, strict=True):
             assert sequence.outputs[:NUM_OUTPUTS] == reference.outputs[:NUM_OUTPUTS]

@@ -47,7 +47,7 @@ def test_the_index_finds_what_a_search_finds(
 
 
 def test_a_long_prompt_enters_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram, "_SLICE", 10)
+    monkeypatch.setattr(ngram, "SLICE", 10)
     index = NgramIndex(list(range(8)) * 4, 2, 4)
     found = [index.propose(3) for _ in range(4)]
     assert found == [[], [], [], [0, 1, 2]]
