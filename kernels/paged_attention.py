@@ -29,7 +29,7 @@ class DecodeGroup:
     end: int
     """Tokens [begin, end) of the batch."""
     width: int
-    """Tokens of each row, consecutive positions that end its context."""
+    """Tokens of each row, stored one after the other at the end of its context."""
     blocks: Tensor
     """[B * num_blocks] int64: each row's blocks, padded with its first."""
     mask: Tensor | None
@@ -72,11 +72,24 @@ def decode_mask(seen: Tensor, padded: int, group_heads: int, dtype: torch.dtype)
 
     0 below what is seen, else -inf; None when nothing is masked.
     """
-    outside = torch.arange(padded) >= seen[:, :, None]
+    return _additive(torch.arange(padded) >= seen[:, :, None], group_heads, dtype)
+
+
+def tree_mask(sees: Tensor, root: Tensor, padded: int, group_heads: int, dtype: torch.dtype) -> Tensor | None:
+    """As `decode_mask`, for trees: bit b of sees [B, W] int64: the token sees position root [B] + b; all see what lies
+    before the root. The same bits are `paged_prefill`'s tree masks.
+    """
+    bit = torch.arange(padded) - root[:, None]
+    inside = (sees[:, :, None] >> bit.clamp(0, 63)[:, None]) & 1 == 1
+    return _additive((bit >= 0)[:, None] & ~(inside & (bit < 64)[:, None]), group_heads, dtype)
+
+
+def _additive(outside: Tensor, group_heads: int, dtype: torch.dtype) -> Tensor | None:
+    """outside [B, W, padded] bool: what a token does not see."""
     if not outside.any():
         return None
     mask = torch.zeros(outside.shape, dtype=dtype).masked_fill_(outside, float("-inf"))
-    if seen.shape[1] > 1:
+    if outside.shape[1] > 1:
         mask = mask.repeat_interleave(group_heads, 1)
     return mask[:, None]
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipring.kernels.paged_attention import AttentionPlan, Chunk, DecodeGroup, chunk_mask, decode_mask
+from slipring.kernels.paged_attention import AttentionPlan, Chunk, DecodeGroup, chunk_mask, decode_mask, tree_mask
 from slipring.shm.table import BatchTable
 from slipring.workers.attention import PlannedAttention
 from slipring.workers.batch import Batch
@@ -56,9 +56,8 @@ class BatchBuilder:
         ends = np.cumsum(num_tokens[order])
         token_rows, positions = _expand(rows[order], start[order], num_tokens[order], ends)
         input_ids = self._input_ids(entries, order, token_rows, positions)
-        block = self._rows.block_table[token_rows, positions // self._block_size].astype(np.int64)
         plan = AttentionPlan(
-            slot_mapping=torch.from_numpy(block * self._block_size + positions % self._block_size),
+            slot_mapping=torch.from_numpy(self.slots(token_rows, positions)),
             groups=self._groups(entries, order[:num_decode]),
             chunks=[self._chunk(rows[i], start[i], num_tokens[i], ends[i]) for i in range(num_decode, len(rows))],
         )
@@ -66,6 +65,7 @@ class BatchBuilder:
         end_at[order] = ends
         draws_end = np.cumsum(entries.num_draws)
         _, sample_at = _expand(rows, end_at - entries.num_draws, entries.num_draws, draws_end)
+        self._hang(positions, entries, order[:num_decode])
         ids, at, sampled = map(torch.from_numpy, (input_ids, positions, sample_at))
         return Batch(ids, at, PlannedAttention(plan, at), sampled, end_at - num_tokens)
 
@@ -76,6 +76,21 @@ class BatchBuilder:
         entered = (start <= last * self._block_size) & (end % self._block_size != 0) & (end > start)
         blocks = self._rows.block_table[entries.rows[entered], last[entered]]
         return torch.from_numpy(blocks.astype(np.int64))
+
+    def slots(self, rows: IntArray, positions: IntArray) -> IntArray:
+        """Where the pool holds these positions of rows, [n] each."""
+        block = self._rows.block_table[rows, positions // self._block_size].astype(np.int64)
+        return block * self._block_size + positions % self._block_size
+
+    @staticmethod
+    def _hang(positions: IntArray, entries: Entries, order: IntArray) -> None:
+        """In place: the decode tokens' positions in the cache become those in their sequences."""
+        if (branches := entries.branches) is None:
+            return
+        num_tokens = entries.num_tokens[order]
+        turned = branches.root[order, None] + branches.depth[order]
+        turned = turned[np.arange(turned.shape[1]) < num_tokens[:, None]]
+        positions[: len(turned)] = turned
 
     def _input_ids(self, entries: Entries, order: IntArray, token_rows: IntArray, positions: IntArray) -> IntArray:
         """A prompt's tokens stand in the table; a decode row's are its last one and its drafts."""
@@ -90,8 +105,8 @@ class BatchBuilder:
 
     def _groups(self, entries: Entries, order: IntArray) -> list[DecodeGroup]:
         """Cut the sorted decode entries: each group has one number of tokens, and contexts that fall."""
-        rows, widths, lengths = entries.rows[order], entries.num_tokens[order], entries.end[order]
-        num_blocks = -(-lengths // self._block_size)
+        rows, widths = entries.rows[order], entries.num_tokens[order]
+        num_blocks = -(-entries.end[order] // self._block_size)
         groups, token = [], 0
         for width in np.unique(widths[widths > 0])[::-1].tolist():
             begin, stop = (int(np.searchsorted(-widths, -width, side=side)) for side in ("left", "right"))
@@ -100,21 +115,28 @@ class BatchBuilder:
                 filled = begin + int(np.searchsorted(-num_blocks[begin:stop], -_MIN_FILL * longest, side="right"))
                 end = max(begin + 1, min(begin + self._group_blocks // longest, filled))
                 at = slice(begin, end)
-                groups.append(self._group(token, width, rows[at], num_blocks[at], lengths[at]))
-                token += width * (end - begin)
-                begin = end
+                blocks = self._blocks_of(rows[at], num_blocks[at])
+                mask = self._group_mask(entries, order[at], width, longest * self._block_size)
+                stop_token = token + width * (end - begin)
+                groups.append(DecodeGroup(token, stop_token, width, blocks, mask))
+                token, begin = stop_token, end
         return groups
 
-    def _group(
-        self, token: int, width: int, rows: IntArray, num_blocks: IntArray, lengths: IntArray
-    ) -> DecodeGroup:
+    def _group_mask(self, entries: Entries, at: IntArray, width: int, padded: int) -> Tensor | None:
+        """For the entries `at`, `width` tokens each, whose context is read as `padded` positions."""
+        if (branches := entries.branches) is not None:
+            root, sees = torch.from_numpy(branches.root[at]), torch.from_numpy(branches.sees[at, :width])
+            return tree_mask(sees, root, padded, self._group_heads, self._dtype)
+        seen = torch.from_numpy(entries.end[at, None] - np.arange(width)[::-1])
+        return decode_mask(seen, padded, self._group_heads, self._dtype)
+
+    def _blocks_of(self, rows: IntArray, num_blocks: IntArray) -> Tensor:
+        """Rows' blocks, as many as the first one has: a row with fewer repeats its first."""
         longest = int(num_blocks[0])
         blocks = self._rows.block_table[rows, :longest].astype(np.int64)
         outside = np.arange(longest) >= num_blocks[:, None]
         np.copyto(blocks, blocks[:, :1], where=outside)
-        seen = torch.from_numpy(lengths[:, None] - np.arange(width)[::-1])
-        mask = decode_mask(seen, longest * self._block_size, self._group_heads, self._dtype)
-        return DecodeGroup(token, token + width * len(rows), width, torch.from_numpy(blocks.reshape(-1)), mask)
+        return torch.from_numpy(blocks.reshape(-1))
 
     def _chunk(self, row: int, start: int, num_tokens: int, end: int) -> Chunk:
         begin, length = int(end - num_tokens), int(start + num_tokens)

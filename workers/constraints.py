@@ -89,11 +89,12 @@ class Constraints:
         """The next draw for rows [D] has a place after each of these drafts too."""
         at = np.flatnonzero(self._is_bound[rows] & (drafts.num > 0))
         if len(at):
-            chains = [drafts.tokens[i, : drafts.num[i]].tolist() for i in at.tolist()]
-            self._submit(self._look_ahead, rows[at].tolist(), chains)
+            num, follows = drafts.num, drafts.follows
+            trees = [(drafts.tokens[i, : num[i]].tolist(), follows[i, : num[i]].tolist()) for i in at.tolist()]
+            self._submit(self._look_ahead, rows[at].tolist(), trees)
 
-    def masks(self, rows: IntArray, num_drafts: IntArray | None = None) -> Masks:
-        """What may be drawn at places [S]: for rows [S], after num_drafts [S] of their drafts (None: after none).
+    def masks(self, rows: IntArray, place: IntArray | None = None) -> Masks:
+        """What rows [S] may draw at their places [S] (`sampler.Places`; None: after their last tokens).
 
         Waits for the masks. Raises what a job raised.
         """
@@ -102,8 +103,8 @@ class Constraints:
             for job in self._unfinished:
                 job.result()
             self._unfinished.clear()
-        place = np.zeros(len(at), np.int64) if num_drafts is None else num_drafts[at]
-        return Masks(at, self._masks[rows[at], place], at[self._failed[rows[at], place]])
+        of_row = np.zeros(len(at), np.int64) if place is None else place[at]
+        return Masks(at, self._masks[rows[at], of_row], at[self._failed[rows[at], of_row]])
 
     def accept(self, rows: IntArray, landed: Landed) -> None:
         """Tokens, which `landed` waits for, are the next ones of the rows [N] beside them; a row's stand in order."""
@@ -148,18 +149,30 @@ class Constraints:
         for row, matcher in zip(rows, matchers, strict=True):
             self._finish(row, 0, matcher)
 
-    def _look_ahead(self, rows: list[int], chains: list[list[int]]) -> None:
-        """Masks behind each draft, as far as the drafts are allowed: what follows a wrong one will never count."""
-        for row, chain in zip(rows, chains, strict=True):
-            twin = self._bound[row].matcher.copy()
-            for place, token in enumerate(chain, 1):
-                if not is_allowed(self._masks[row, place - 1], token) or self._failed[row, place - 1]:
-                    self._masks[row, place : len(chain) + 1] = -1
-                    self._failed[row, place : len(chain) + 1] = False
-                    break
-                twin.accept([token])
-                twin.fill(self._masks[row, place])
-                self._finish(row, place, twin)
+    def _look_ahead(self, rows: list[int], trees: list[tuple[list[int], list[int]]]) -> None:
+        """Masks behind each draft, as far as the drafts are allowed: what follows a wrong one will never count.
+
+        `trees`: of each row, its drafts and which draft each of them follows (`Drafts.follows`).
+        """
+        for row, (tokens, follows) in zip(rows, trees, strict=True):
+            matchers: list[Matcher | None] = [self._bound[row].matcher]
+            for draft, (token, parent) in enumerate(zip(tokens, follows, strict=True)):
+                shared = parent < 0 or parent in follows[draft + 1 :]
+                matchers.append(self._follow(row, matchers[parent + 1], parent + 1, token, shared))
+                if (matcher := matchers[-1]) is not None:
+                    matcher.fill(self._masks[row, draft + 1])
+                    self._finish(row, draft + 1, matcher)
+                else:
+                    self._masks[row, draft + 1] = -1
+                    self._failed[row, draft + 1] = False
+
+    def _follow(self, row: int, matcher: Matcher | None, place: int, token: int, shared: bool) -> Matcher | None:
+        """The matcher of a place, one token further; a copy, if it is `shared`. None where the token is not allowed."""
+        if matcher is None or self._failed[row, place] or not is_allowed(self._masks[row, place], token):
+            return None
+        further = matcher.copy() if shared else matcher
+        further.accept([token])
+        return further
 
     def _finish(self, row: int, place: int, matcher: Matcher) -> None:
         """A mask has been filled: note whether it means anything, and see to ends that must wait."""

@@ -3,6 +3,8 @@
 Decode entries come first. Under speculation the engine does not know where a row stands until its last step is back,
 so a decode entry's start and the number of its tokens are this worker's to say: the last token drawn, and as many
 drafts as were made. An entry whose row has reached its limit in a step that the engine has not seen yet has no tokens.
+
+Drafts lie in the cache one after the other behind the row's last token, whatever they follow (`speculation/tree.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 from slipring.shm.wire import StepFlag, StepInputView
 from slipring.workers.rows import Rows
 from slipring.workers.speculation.proposer import Drafts
+from slipring.workers.speculation.tree import Branches, branches_of
 
 IntArray = NDArray[np.int64]
 
@@ -28,12 +31,14 @@ class Entries:
     start: IntArray
     """[E]: first position computed."""
     num_tokens: IntArray
-    """[E]: positions computed; 0 only for a decode row beyond its limit."""
+    """[E]: tokens computed; 0 only for a decode row beyond its limit."""
     num_decode: int
     drafts: Drafts
     """Of the decode entries."""
     num_draws: IntArray
-    """[E]: tokens to draw: after each position of a decode entry, after the last one of a prompt, else none."""
+    """[E]: tokens that can be drawn: after each of a decode entry, after the last one of a prompt, else none."""
+    branches: Branches | None = None
+    """Of the decode entries; None when all are chains."""
 
     @property
     def end(self) -> IntArray:
@@ -49,7 +54,8 @@ def known_start(step: StepInputView, rows: Rows) -> IntArray:
 
 
 def room_for_drafts(step: StepInputView, rows: Rows, start: IntArray) -> IntArray:
-    """[D]: drafts that each decode entry may hold: none whose acceptance would pass the request's limit."""
+    """[D]: drafts that each decode entry may hold: none whose acceptance would pass the request's limit, even in a
+    chain, because a row has blocks up to its limit only."""
     num_decode = int(step.header[step.NUM_DECODE])
     limit = rows.limit[step.rows[:num_decode]]
     return np.clip(limit - 2 - start[:num_decode], 0, step.num_draft[:num_decode]).astype(np.int64)
@@ -63,4 +69,5 @@ def entries_of(step: StepInputView, rows: Rows, start: IntArray, drafts: Drafts)
     num_tokens[:num_decode] = np.where(beyond, 0, 1 + drafts.num)
     num_draws = ((step.flags[:num_rows] & StepFlag.SAMPLE) != 0).astype(np.int64)
     num_draws[:num_decode] = num_tokens[:num_decode]
-    return Entries(of_rows, start, num_tokens, num_decode, drafts, num_draws)
+    branches = branches_of(start[:num_decode], drafts)
+    return Entries(of_rows, start, num_tokens, num_decode, drafts, num_draws, branches)

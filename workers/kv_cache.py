@@ -87,6 +87,11 @@ class KvCache:
         """Zero these blocks ([n] int64) in every layer."""
         self._all.index_fill_(2, blocks, 0)
 
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy the positions in slots `source` to slots `target`, [n] int64 both, in every layer; they may overlap."""
+        slots = self._all.flatten(2, 3)
+        slots.index_copy_(2, target, slots.index_select(2, source))
+
 
 def _zeroed(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A lazily zeroed tensor on its own anonymous mapping, which lives as long as the tensor."""

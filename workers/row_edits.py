@@ -75,25 +75,11 @@ class RowEdits:
             self._edits[row] = edit
         self.edited[row] = not edit.is_empty
 
-    def apply(
-        self,
-        scores: Tensor,
-        rows: IntArray,
-        num_outputs: IntArray,
-        num_drafts: IntArray | None = None,
-        drafts: IntArray | None = None,
-    ) -> bool:
-        """In place; scores [S, V] float32 of rows [S], num_outputs [S]. Whether any of them edits.
-
-        drafts [S, K]: what comes before a place without being drawn yet, the first num_drafts [S] of them.
-        """
+    def apply(self, scores: Tensor, rows: IntArray, num_outputs: IntArray) -> bool:
+        """In place; scores [S, V] float32 of rows [S], num_outputs [S]. Whether any of them edits."""
         at = np.flatnonzero(self.edited[rows])
         for i in at.tolist():
-            edit = self._edits[int(rows[i])]
-            tail = None if edit.words is None else edit.words.tail
-            if tail is not None and drafts is not None and num_drafts is not None:
-                tail = torch.cat((tail, self._upload(drafts[i, : num_drafts[i]])))[-len(tail) :]
-            self._apply(edit, scores[i], int(num_outputs[i]), tail)
+            self._apply(self._edits[int(rows[i])], scores[i], int(num_outputs[i]))
         return len(at) > 0
 
     def count(self, rows: IntArray, tokens: Tensor) -> None:
@@ -133,7 +119,7 @@ class RowEdits:
         return _Words(self._upload(patterns), self._upload(last), self._upload(tail))
 
     @staticmethod
-    def _apply(edit: _Edit, scores: Tensor, num_outputs: int, tail: Tensor | None) -> None:
+    def _apply(edit: _Edit, scores: Tensor, num_outputs: int) -> None:
         if edit.bias is not None:
             scores.index_add_(0, *edit.bias)
         if edit.allowed is not None:
@@ -142,7 +128,7 @@ class RowEdits:
         if edit.banned is not None:
             scores.index_fill_(0, edit.banned, float("-inf"))
         if (words := edit.words) is not None:
-            met = ((words.patterns == tail) | (words.patterns == _ANY)).all(1)
+            met = ((words.patterns == words.tail) | (words.patterns == _ANY)).all(1)
             scores.index_add_(0, words.last, torch.zeros_like(met, dtype=scores.dtype).masked_fill(met, float("-inf")))
         if edit.stop_ids is not None and num_outputs < edit.min_tokens:
             scores.index_fill_(0, edit.stop_ids, float("-inf"))

@@ -1,8 +1,9 @@
 """`Runner`: one StepInput to one StepOutput. Owns model, KV pool, row state, sampler and proposer of this worker.
 
 Order within a step: block appends and new rows first (everything after reads row state), then drafts, index tensors,
-blocks cleaned, forward pass, sampling, verification, row state moved on, output written, reports. An entry whose
-logits were not finite says num_accepted = NON_FINITE (or NO_MATCH) and draws nothing; its neighbours are not touched.
+blocks cleaned, forward pass, draws and verification, the accepted drafts' keys and values put in a line, row state
+moved on, output written, reports. An entry whose logits were not finite says num_accepted = NON_FINITE (or NO_MATCH)
+and draws nothing; its neighbours are not touched.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from slipring.workers.link import StartRefused
 from slipring.workers.models.llama import Llama
 from slipring.workers.reports import Reporter
 from slipring.workers.rows import Rows
-from slipring.workers.sampler import Draws, Places, Sampler
+from slipring.workers.sampler import Sampler
 from slipring.workers.speculation.proposer import Drafts, NullProposer, Proposer
-from slipring.workers.speculation.verify import Runs, places, verify
+from slipring.workers.speculation.verify import Runs, verify
 
 _WARM_UP_TOKENS = 32
 _COST_RUNS = 3
@@ -73,10 +74,11 @@ class Runner:
         forwarded = time.monotonic_ns()
         runs = None
         if len(logits):
-            draws = self.sampler.sample(logits, self._places(entries))
-            runs = verify(entries, draws.tokens, draws.ok)
+            num_outputs = self.rows.num_outputs[entries.rows].astype(np.int64)
+            runs = verify(entries, logits, num_outputs, self.sampler)
+            self._straighten(entries, runs)
             self._move_on(entries, runs)
-            self._write(output, entries, runs, draws)
+            self._write(output, entries, runs)
         self.proposer.saw(entries, batch, hidden, runs)
         for report in self._reporter.reports(step, hidden):
             output.add_report(report.entry, report.words.numpy())
@@ -120,8 +122,7 @@ class Runner:
         sizes, zero = np.array([size]), np.zeros(1, np.int64)
         entries = Entries(zero, zero, sizes, 1, Drafts.none(1, size - 1), sizes)
         *_, logits = self._forward(entries)
-        draws = self.sampler.sample(logits, self._places(entries))
-        verify(entries, draws.tokens, draws.ok)
+        verify(entries, logits, zero, self.sampler)
         return time.monotonic() - began
 
     def _forward(self, entries: Entries) -> tuple[Batch, torch.Tensor, torch.Tensor]:
@@ -152,16 +153,17 @@ class Runner:
         start = known_start(step, self.rows)
         rows = step.rows[:num_decode].astype(np.int64)
         drafts = self.proposer.propose(rows, room_for_drafts(step, self.rows, start))
+        drafts = drafts.first(drafts.num)
         self._constraints.expect(rows, drafts)
         return entries_of(step, self.rows, start, drafts)
 
-    def _places(self, entries: Entries) -> Places:
-        entry, place = places(entries)
-        rows, drafts = entries.rows[entry], np.zeros((len(entry), entries.drafts.tokens.shape[1]), np.int64)
-        decode = entry < entries.num_decode
-        drafts[decode] = entries.drafts.tokens[entry[decode]]
-        position = entries.end[entry] - entries.num_draws[entry] + place + 1
-        return Places(rows, position, self.rows.num_outputs[rows] + place, place, drafts)
+    def _straighten(self, entries: Entries, runs: Runs) -> None:
+        """Accepted drafts of a tree lie where the tree had them; the next step reads them as a chain."""
+        entry, behind, place = runs.detours
+        if len(entry):
+            rows, start = entries.rows[entry], entries.start[entry]
+            source, target = (self.builder.slots(rows, start + at) for at in (behind, place))
+            self.kv.move(torch.from_numpy(source), torch.from_numpy(target))
 
     def _move_on(self, entries: Entries, runs: Runs) -> None:
         """Row state follows what was drawn."""
@@ -169,21 +171,22 @@ class Runner:
         rows, count, tokens = entries.rows[drew], runs.count[drew], runs.tokens[drew]
         position = entries.end[drew] - entries.num_draws[drew] + count
         self.rows.draw(rows, position, tokens[np.arange(len(drew)), count - 1], count)
-        self.sampler.accept(entries.rows[runs.entry[runs.kept]], runs.tokens[runs.entry, runs.place][runs.kept])
+        drawn = tokens[np.arange(tokens.shape[1]) < count[:, None]]
+        self._constraints.accept(np.repeat(rows, count), lambda: (drawn, np.ones(len(drawn), bool)))
         self.proposer.accept(rows, tokens, count)
 
-    def _write(self, output: StepOutputView, entries: Entries, runs: Runs, draws: Draws) -> None:
+    def _write(self, output: StepOutputView, entries: Entries, runs: Runs) -> None:
         num_rows, num_decode, width = len(entries.rows), entries.num_decode, runs.tokens.shape[1]
-        failure = np.where(np.isin(entries.rows, draws.unmatched), NO_MATCH, NON_FINITE)
+        failure = np.where(runs.unmatched, NO_MATCH, NON_FINITE)
         output.num_accepted[:num_rows] = np.where(runs.failed, failure, runs.count)
         output.tokens[:num_rows, :width] = runs.tokens
         output.num_draft[:num_rows] = 0
         output.num_draft[:num_decode] = entries.drafts.num
-        if (logprobs := draws.logprobs) is not None:
-            kept, count = runs.kept[logprobs.at], logprobs.top_ids.shape[1]
-            draw = logprobs.at[kept]
-            at = runs.entry[draw] * output.tokens.shape[1] + runs.place[draw]
-            output.header[output.NUM_LOGPROBS] = count
+        for found in runs.logprobs:
+            kept, logprobs = found.kept, found.logprobs
+            count = logprobs.top_ids.shape[1]
+            at = found.entry[kept] * output.tokens.shape[1] + found.place
+            output.header[output.NUM_LOGPROBS] = max(output.header[output.NUM_LOGPROBS], count)
             output.logprob[at] = logprobs.logprob[kept]
             output.rank[at] = logprobs.rank[kept]
             output.top_ids[at, :count] = logprobs.top_ids[kept]

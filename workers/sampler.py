@@ -47,8 +47,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where a step's tokens are to be drawn. Under speculation a row has several places: after its last token, and
-    after each of its drafts, where it is drawn as if the drafts before it had been accepted."""
+    """Where tokens are to be drawn, one for each row: after its last token, or after a draft that has been accepted."""
 
     rows: IntArray
     """[S]"""
@@ -56,10 +55,8 @@ class Places:
     """[S]: the drawn token's index in its sequence."""
     num_outputs: IntArray
     """[S]: the row's outputs before it."""
-    num_drafts: IntArray
-    """[S]: drafts before it, which are among these outputs but not accepted yet."""
-    drafts: IntArray
-    """[S, K]: the first num_drafts[i] of a row."""
+    place: IntArray
+    """[S]: 0 after the row's last token, 1 + i after its draft i: which of its masks counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +76,14 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What a step drew, in the order of its places."""
+    """What was drawn, in the order of the places."""
 
     tokens: IntArray
     """[S]"""
     ok: NDArray[np.bool_]
     """[S]; False where the logits held NaN or infinity and the token means nothing."""
-    unmatched: IntArray
-    """Rows among these whose grammar can be followed no further."""
+    unmatched: NDArray[np.bool_]
+    """[S]: of those, whose grammar can be followed no further."""
     logprobs: Logprobs | None
 
 
@@ -110,7 +107,7 @@ class Sampler:
         self._constraints.admit(row)
 
     def sample(self, logits: Tensor, places: Places) -> Draws:
-        """logits [S, V]. May overwrite them. What is drawn counts only once `accept` is told."""
+        """logits [S, V]. May overwrite them. What is drawn counts only once `count` is told."""
         rows = places.rows
         scores = logits.float()
         best, tokens = scores.max(dim=1)
@@ -120,7 +117,7 @@ class Sampler:
         asked = np.flatnonzero(self._columns["logprobs"][rows] >= 0)
         raw = scores[torch.from_numpy(asked)] if len(asked) else None
         changed = self._adjust(scores, places)
-        masks = self._constraints.masks(rows, places.num_drafts)
+        masks = self._constraints.masks(rows, places.place)
         if len(masks.at):
             apply_token_mask(scores, torch.from_numpy(masks.at), torch.from_numpy(masks.allowed))
         if changed or len(masks.at):
@@ -130,9 +127,10 @@ class Sampler:
             if not ok.all():
                 scores[~ok] = 0.0
         self._draw(scores, tokens, rows, places.position)
-        drawn = tokens.numpy()
+        drawn, unmatched = tokens.numpy(), np.zeros(len(rows), bool)
+        unmatched[masks.failed] = True
         logprobs = None if raw is None else self._logprobs(raw, asked, drawn, rows)
-        return Draws(drawn, ok.numpy(), rows[masks.failed], logprobs)
+        return Draws(drawn, ok.numpy(), unmatched, logprobs)
 
     def guess(self, scores: Tensor, token_ids: Tensor, rows: IntArray, position: IntArray) -> Tensor:
         """What a draft model's scores [R, V'] of the tokens `token_ids` [V'] say the target will draw: indices [R].
@@ -147,11 +145,11 @@ class Sampler:
         choice = torch.where(warm, noisy.argmax(1), 0)
         return at.gather(1, choice.unsqueeze(1)).squeeze(1)
 
-    def accept(self, rows: IntArray, tokens: IntArray) -> None:
-        """These tokens [N] are the next ones of the rows beside them; a row's stand in order."""
+    def count(self, rows: IntArray, tokens: IntArray) -> None:
+        """These tokens [S] are the next ones of the rows beside them, which are distinct. Grammars are told elsewhere:
+        their masks are made ahead, for every draft."""
         self._penalties.count(rows, tokens)
         self._edits.count(rows, torch.from_numpy(tokens))
-        self._constraints.accept(rows, lambda: (tokens, np.ones(len(tokens), bool)))
 
     def _admit_penalties(self, row: int) -> None:
         table, columns = self._table, self._columns
@@ -166,21 +164,16 @@ class Sampler:
     def _adjust(self, scores: Tensor, places: Places) -> bool:
         """Edits and penalties, in place; whether anything may have changed."""
         rows = places.rows
-        drafts = places.drafts if places.num_drafts.any() else None
-        changed = self._edits.apply(scores, rows, places.num_outputs, places.num_drafts, drafts)
+        changed = self._edits.apply(scores, rows, places.num_outputs)
         if len(at := np.flatnonzero(self._penalties.slot[rows] >= 0)):
-            self._penalise(scores, at, places)
+            self._penalise(scores, at, rows[at])
             changed = True
         return changed
 
-    def _penalise(self, scores: Tensor, at: IntArray, places: Places) -> None:
-        index, rows = torch.from_numpy(at), places.rows[at]
+    def _penalise(self, scores: Tensor, at: IntArray, rows: IntArray) -> None:
+        index = torch.from_numpy(at)
         penalised = scores[index]
         prompt_mask, output_counts = self._penalties.take(rows)
-        if places.num_drafts[at].any():
-            before = np.arange(places.drafts.shape[1]) < places.num_drafts[at, None]
-            of, token = torch.from_numpy(before.nonzero()[0]), torch.from_numpy(places.drafts[at][before])
-            output_counts.index_put_((of, token), torch.ones((), dtype=torch.int32), accumulate=True)
         apply_penalties(
             penalised,
             prompt_mask,

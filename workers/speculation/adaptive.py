@@ -55,8 +55,7 @@ class AdaptiveProposer(NullProposer):
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
         if self._proposer.is_free:
             drafts = self._proposer.propose(rows, most)
-            num = self._worth_it(rows, drafts.num)
-            drafts = Drafts(drafts.tokens[:, : int(num.max(initial=0))], num)
+            drafts = drafts.first(self._worth_it(rows, drafts.num))
         else:
             drafts = self._proposer.propose(rows, self._worth_it(rows, most))
         self._num_drafts[rows] = drafts.num

@@ -79,7 +79,8 @@ class EagleProposer(NullProposer):
         target, drew = self._target, np.zeros(len(entries.rows), np.int64) if runs is None else runs.count
         decode = np.arange(len(entries.rows)) < entries.num_decode
         count = np.where(decode, drew, entries.num_tokens)
-        known = Entries(entries.rows, entries.start, count, entries.num_decode, entries.drafts, (drew > 0).astype(int))
+        chains = Drafts.none(entries.num_decode, entries.drafts.tokens.shape[1])
+        known = Entries(entries.rows, entries.start, count, entries.num_decode, chains, (drew > 0).astype(int))
         if not count.any():
             return
         self._find_holes(known)
@@ -88,7 +89,11 @@ class EagleProposer(NullProposer):
         entry = np.repeat(np.arange(len(count)), count)
         place = np.arange(len(entry)) - np.repeat(np.cumsum(count) - count, count)
         at = np.empty(len(entry), np.int64)
-        at[mine.entry_at[entry] + place] = batch.entry_at[entry] + place
+        token = place.copy()
+        if runs is not None:
+            drawn = entry < entries.num_decode
+            token[drawn] = runs.path[entry[drawn], place[drawn]]
+        at[mine.entry_at[entry] + place] = batch.entry_at[entry] + token
         following = np.empty(len(entry), np.int64)
         following[mine.entry_at[entry] + place] = self._following(entries, runs, entry, place)
         embedded = F.embedding(torch.from_numpy(following), target.model.embedding)

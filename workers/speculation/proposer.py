@@ -26,16 +26,43 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """A chain of guesses for each decode entry of a step."""
+    """Guesses for each decode entry of a step: a tree that hangs below the row's last token, or a chain.
+
+    A draft stands behind the one that it follows, so the first n of a tree are a tree. Best first, then: what is
+    taken of an entry's drafts is always their beginning.
+    """
 
     tokens: IntArray
     """[D, K]; the first num[i] of a row mean something."""
     num: IntArray
     """[D]"""
+    parents: IntArray | None = None
+    """[D, K]: index of the draft that each one follows, -1: the row's last token; always below its own index, also
+    beyond num[i]. None: chains, where each follows the one before it."""
+    worth: NDArray[np.float64] | None = None
+    """[D, K]: the chance that a draft is accepted, as far as the proposer can tell; falling. None: it cannot."""
 
     @classmethod
     def none(cls, num_entries: int, width: int = 0) -> Drafts:
         return cls(np.zeros((num_entries, width), np.int64), np.zeros(num_entries, np.int64))
+
+    def first(self, num: IntArray) -> Drafts:
+        """The first num[i] [D] of each entry's; what is a chain then, or was, comes without `parents`."""
+        width = int(num.max(initial=0))
+        parents = None if self.parents is None else self.parents[:, :width]
+        if parents is not None:
+            place = np.arange(width)
+            forks = (parents != place - 1) & (place < num[:, None])
+            parents = parents if forks.any() else None
+        worth = None if self.worth is None else self.worth[:, :width]
+        return Drafts(self.tokens[:, :width], num, parents, worth)
+
+    @property
+    def follows(self) -> IntArray:
+        """`parents`, of chains too."""
+        if self.parents is not None:
+            return self.parents
+        return np.broadcast_to(np.arange(-1, self.tokens.shape[1] - 1), self.tokens.shape)
 
 
 class Proposer(Protocol):
@@ -51,7 +78,11 @@ class Proposer(Protocol):
         ...
 
     def saw(self, entries: Entries, batch: Batch, hidden: Tensor, runs: Runs | None) -> None:
-        """A step is over: hidden [T, hidden] of its tokens, in the batch's order, and what was drawn."""
+        """A step is over: hidden [T, hidden] of its tokens, in the batch's order, and what was drawn.
+
+        The hidden state behind which run i's k-th token was drawn is that of the entry's token `runs.path[i, k]`:
+        hidden[batch.entry_at[i] + runs.path[i, k]] for a decode entry. `accept` has been told the tokens already.
+        """
         ...
 
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:

@@ -1,70 +1,129 @@
-"""Which of a step's draws count: at each place the target's own token, for as long as the drafts before it were right.
+"""What a step draws: from each entry's last token on, the target's own tokens for as long as its drafts hold them.
 
-The rule is the design's: no draft is ever drawn from, it is only compared with. So the tokens are those that would
-have been drawn without drafts, at any temperature and for any number of drafts.
+The rule is the design's: no draft is ever drawn from, it is only compared with. A row draws its next token as it would
+without drafts; where one of the drafts equals it, the target has been computed behind it, so the row draws again
+there. So the tokens are those that would have been drawn without drafts, at any temperature and for any tree, and
+nothing is drawn where no walk comes by.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from slipring.kernels.spec_verify import verify_chain
 from slipring.workers.entries import Entries
-from slipring.workers.speculation.proposer import IntArray
+from slipring.workers.sampler import Draws, Logprobs, Places
+from slipring.workers.speculation.proposer import Drafts, IntArray
+
+
+class Draw(Protocol):
+    """The part of the `Sampler` that a walk needs."""
+
+    def sample(self, logits: Tensor, places: Places) -> Draws: ...
+
+    def count(self, rows: IntArray, tokens: IntArray) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunLogprobs:
+    """Log-probabilities of some tokens that all stand at one place of their runs."""
+
+    entry: IntArray
+    """[L]"""
+    place: int
+    logprobs: Logprobs
+    kept: NDArray[np.bool_]
+    """[L]: the token counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """What a step's entries have drawn, a run of tokens each."""
+    """What a step's entries have drawn, a run of tokens each: accepted drafts, and one token more."""
 
     tokens: IntArray
     """[E, W]: the first count[i] of a row."""
     count: IntArray
     """[E]"""
+    path: IntArray
+    """[E, W]: which of the entry's tokens each one was drawn behind: 0 for its last one (or a prompt's end), 1 + i for
+    its draft i."""
     failed: NDArray[np.bool_]
     """[E]: the logits were not finite at the entry's first draw."""
-    kept: NDArray[np.bool_]
-    """[S]: the draws that count, in the draws' order."""
-    place: IntArray
-    """[S]: each draw's place in its entry's run."""
-    entry: IntArray
-    """[S]: each draw's entry."""
+    unmatched: NDArray[np.bool_]
+    """[E]: of those that failed: because a grammar could be followed no further."""
+    logprobs: list[RunLogprobs]
+
+    @property
+    def detours(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Accepted drafts that do not lie right behind the token that they follow, [n] each: (entry, 0 for the entry's
+        last token or 1 + i for its draft i, its place in a chain)."""
+        place = np.arange(self.path.shape[1])
+        entry, at = np.nonzero((place < self.count[:, None]) & (self.path != place))
+        return entry, self.path[entry, at], at
 
 
-def places(entries: Entries) -> tuple[IntArray, IntArray]:
-    """The draws of a step, in order: (entry, place in the entry), [S] each."""
-    entry = np.repeat(np.arange(len(entries.rows)), entries.num_draws)
-    first = np.cumsum(entries.num_draws) - entries.num_draws
-    return entry, np.arange(len(entry)) - first[entry]
+def verify(entries: Entries, logits: Tensor, num_outputs: IntArray, sampler: Draw) -> Runs:
+    """logits [S, V]: behind each token that can be drawn after, in the entries' order; num_outputs [E]: of the rows.
 
-
-def verify(entries: Entries, drawn: IntArray, ok: NDArray[np.bool_]) -> Runs:
-    """drawn, ok [S]: the target's token at each place, and whether its logits were finite."""
-    entry, place = places(entries)
-    num_entries, width = len(entries.rows), 1 + entries.drafts.tokens.shape[1]
-    tokens = np.full((num_entries, width), -1, np.int64)
-    finite = np.zeros((num_entries, width), bool)
-    tokens[entry, place], finite[entry, place] = drawn, ok
-    count = np.minimum(entries.num_draws, 1)
-    if width > 1:
-        count[: entries.num_decode] += _accepted(entries, tokens)
-    # A draft that made the logits overflow was wrong, whatever came after it.
-    num_finite = finite.cumprod(1).sum(1)
-    failed = (count > 0) & (num_finite == 0)
-    count = np.minimum(count, num_finite)
-    return Runs(tokens, count, failed, place < count[entry], place, entry)
-
-
-def _accepted(entries: Entries, tokens: IntArray) -> IntArray:
-    """[D]: leading drafts that equal the target's token."""
-    drafts, num_decode = entries.drafts, entries.num_decode
-    accepted, _ = verify_chain(
-        torch.from_numpy(drafts.tokens),
-        torch.from_numpy(tokens[:num_decode]),
-        torch.from_numpy(drafts.num.astype(np.int32)),
+    Draws, and tells `sampler.count` what was drawn. May overwrite the logits.
+    """
+    num_entries, drafts = len(entries.rows), entries.drafts
+    width = 1 + (drafts.tokens.shape[1] if drafts.num.any() else 0)
+    runs = Runs(
+        np.full((num_entries, width), -1, np.int64),
+        np.zeros(num_entries, np.int64),
+        np.zeros((num_entries, width), np.int64),
+        np.zeros(num_entries, bool),
+        np.zeros(num_entries, bool),
+        [],
     )
-    return accepted.numpy().astype(np.int64)
+    first = np.cumsum(entries.num_draws) - entries.num_draws
+    begin = entries.end - entries.num_draws
+    at = np.flatnonzero(entries.num_draws)
+    token = np.zeros(len(at), np.int64)
+    for step in range(width):
+        rows, index = entries.rows[at], first[at] + token
+        scores = logits if len(index) == len(logits) else logits.index_select(0, torch.from_numpy(index))
+        draws = sampler.sample(scores, Places(rows, begin[at] + step + 1, num_outputs[at] + step, token))
+        runs.path[at, step] = token
+        if draws.logprobs is not None:
+            of = draws.logprobs.at
+            runs.logprobs.append(RunLogprobs(at[of], step, draws.logprobs, draws.ok[of]))
+        if not draws.ok.all():
+            _note_failures(runs, at, step, draws)
+        at, drawn = at[draws.ok], draws.tokens[draws.ok]
+        runs.tokens[at, step] = drawn
+        runs.count[at] += 1
+        sampler.count(entries.rows[at], drawn)
+        at, token = _descend(drafts, at, token[draws.ok], drawn)
+        if not len(at):
+            break
+    return runs
+
+
+def _note_failures(runs: Runs, at: IntArray, step: int, draws: Draws) -> None:
+    """A draft that made the logits overflow was wrong, whatever comes after it: only a first draw fails its entry."""
+    if step == 0:
+        runs.failed[at[~draws.ok]] = True
+        runs.unmatched[at] = draws.unmatched
+    # The matcher met its limits behind drafts that were right: the row's next step will say so.
+
+
+def _descend(drafts: Drafts, at: IntArray, token: IntArray, drawn: IntArray) -> tuple[IntArray, IntArray]:
+    """The entries among `at` of whose drafts one is right, and which of their tokens it is.
+
+    `token`: the one that `drawn` was drawn behind, [n] all.
+    """
+    if not drafts.tokens.shape[1] or not len(at):
+        return at[:0], token[:0]
+    decode = at < len(drafts.num)
+    at, token, drawn = at[decode], token[decode], drawn[decode]
+    right = (drafts.tokens[at] == drawn[:, None]) & (drafts.follows[at] == token[:, None] - 1)
+    right &= np.arange(right.shape[1]) < drafts.num[at, None]
+    goes_on = right.any(1)
+    return at[goes_on], right[goes_on].argmax(1) + 1
