@@ -14,10 +14,10 @@ import msgspec
 
 from slipring.shm.spec import SpeculationSpec
 
-METHODS = ("ngram", "suffix", "eagle")
+METHODS = ("ngram", "suffix", "grammar", "eagle")
 MAX_DRAFT = 32
 """Most drafts of a row in one step."""
-_DEFAULT_DRAFT = 5
+_DEFAULT_DRAFT, _FORCED_DRAFT = 5, 16
 _DEFAULT_RANGES = ((1, 8, MAX_DRAFT), (9, 32, 2), (33, 33, 0))
 """Drafts by the number of decode rows when none are given. A CPU's step costs by its tokens from a few dozen on."""
 _KEYS_OF = {"prompt_lookup": "ngram", "suffix_decoding": "suffix"}
@@ -106,7 +106,9 @@ def worker_speculation(config: SpeculativeConfig) -> SpeculationSpec:
 
 
 def _default_draft(config: SpeculativeConfig) -> int:
-    """vLLM's rule for suffix decoding: as many as its depth allows."""
+    """vLLM's rule for suffix decoding: as many as its depth allows. What a grammar forces is always right."""
+    if config.method == "grammar":
+        return _FORCED_DRAFT
     if config.method == "suffix":
         return min(MAX_DRAFT, config.suffix_decoding_max_tree_depth - 1)
     return _DEFAULT_DRAFT
@@ -119,7 +121,7 @@ def _checked(config: SpeculativeConfig, given: Iterable[str]) -> SpeculativeConf
         raise SpeculationError(f"method must be one of {', '.join(METHODS)}; got {config.method!r}")
     if config.num_speculative_tokens is not None and not 1 <= config.num_speculative_tokens <= MAX_DRAFT:
         raise SpeculationError(f"num_speculative_tokens must be from 1 to {MAX_DRAFT}")
-    if config.method in ("ngram", "suffix") and config.model is not None:
+    if config.method in ("ngram", "suffix", "grammar") and config.model is not None:
         raise SpeculationError(f"model: {config.method} needs none")
     for begin, method in _KEYS_OF.items():
         if config.method != method and (keys := [key for key in given if key.startswith(begin)]):

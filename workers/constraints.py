@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,7 @@ from slipring.workers.grammar import GrammarStore, Matcher, MatcherBatch, num_ma
 from slipring.workers.speculation.proposer import Drafts
 
 IntArray = NDArray[np.int64]
+_Found = TypeVar("_Found")
 Landed = Callable[[], tuple[NDArray[np.int64], NDArray[np.bool_]]]
 """Waits for draws; returns (tokens [N], whether each was drawn at all [N])."""
 
@@ -72,7 +74,12 @@ class Constraints:
         self._flat_masks = self._masks.reshape(num_rows * num_places, -1)
         self._batch = MatcherBatch(num_threads)
         self._jobs = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        self._unfinished: list[Future[None]] = []
+        self._unfinished: list[Future[Any]] = []
+        self._finds_forced = False
+        self._forced: dict[int, list[int]] = {}
+        """By row: tokens that must come next, for rows where something must."""
+        self._advanced: Future[list[int]] | None = None
+        """The last job that moved matchers on."""
 
     def admit(self, row: int) -> None:
         """A row's admission begins: find its place in its grammar, if it has one, and fill its first mask."""
@@ -80,7 +87,7 @@ class Constraints:
         self._is_bound[row] = grammar_id > 0
         if grammar_id > 0:
             known = self._table.token_ids[row, self._table.num_prompt[row] : self._table.num_known[row]]
-            self._submit(self._begin, row, grammar_id, known.tolist())
+            self._move_on(self._begin, row, grammar_id, known.tolist())
 
     def any(self, rows: IntArray) -> bool:
         return bool(self._is_bound[rows].any())
@@ -110,14 +117,38 @@ class Constraints:
         """Tokens, which `landed` waits for, are the next ones of the rows [N] beside them; a row's stand in order."""
         at = np.flatnonzero(self._is_bound[rows])
         if len(at):
-            self._submit(self._advance, rows[at], at, landed)
+            self._move_on(self._advance, rows[at], at, landed)
 
-    def _submit(self, job: Callable[..., None], *arguments: object) -> None:
-        self._unfinished.append(self._jobs.submit(job, *arguments))
+    def look_for_forced(self) -> None:
+        """`forced` will be asked."""
+        self._finds_forced = True
+
+    def forced(self, rows: IntArray, most: IntArray) -> Drafts:
+        """Tokens that must follow the last ones of rows [D], at most `most` [D]. Waits until all tokens are accepted,
+        but for no mask. Raises what that raised."""
+        at = np.flatnonzero(self._is_bound[rows] & (most > 0))
+        found = {}
+        if len(at) and self._advanced is not None:
+            self._advanced.result()
+            found = {i: tokens[: most[i]] for i in at.tolist() if (tokens := self._forced.get(int(rows[i])))}
+        drafts = Drafts.none(len(rows), max(map(len, found.values()), default=0))
+        for i, tokens in found.items():
+            drafts.num[i] = len(tokens)
+            drafts.tokens[i, : len(tokens)] = tokens
+        return drafts
+
+    def _move_on(self, job: Callable[..., list[int]], *arguments: object) -> None:
+        self._advanced = self._submit(job, *arguments)
+        self._submit(self._fill_behind, self._advanced)
+
+    def _submit(self, job: Callable[..., _Found], *arguments: object) -> Future[_Found]:
+        future = self._jobs.submit(job, *arguments)
+        self._unfinished.append(future)
+        return future
 
     # --- on the mask thread -------------------------------------------------------------------------------------
 
-    def _begin(self, row: int, grammar_id: int, outputs: list[int]) -> None:
+    def _begin(self, row: int, grammar_id: int, outputs: list[int]) -> list[int]:
         table = self._table
         stop_ids = table.stop_ids[row, : table.num_stop_ids[row]].astype(np.int64)
         matcher = self._store.matcher(grammar_id)
@@ -129,9 +160,10 @@ class Constraints:
             min_tokens=int(table.min_tokens[row]),
         )
         self._failed[row] = False
-        self._fill([row])
+        self._find_forced([row])
+        return [row]
 
-    def _advance(self, rows: IntArray, at: IntArray, landed: Landed) -> None:
+    def _advance(self, rows: IntArray, at: IntArray, landed: Landed) -> list[int]:
         tokens, drawn = landed()
         runs: dict[int, list[int]] = {}
         for row, token, is_drawn in zip(rows.tolist(), tokens[at].tolist(), drawn[at].tolist(), strict=True):
@@ -140,9 +172,16 @@ class Constraints:
         for place in range(max(map(len, runs.values()), default=0)):
             going = [row for row, run in runs.items() if len(run) > place]
             self._batch.accept([self._bound[row].matcher for row in going], [runs[row][place] for row in going])
-        self._fill(list(runs))
+        self._find_forced(list(runs))
+        return list(runs)
 
-    def _fill(self, rows: list[int]) -> None:
+    def _find_forced(self, rows: list[int]) -> None:
+        if self._finds_forced:
+            for row in rows:
+                self._forced[row] = self._bound[row].matcher.forced()
+
+    def _fill_behind(self, advanced: Future[list[int]]) -> None:
+        rows = advanced.result()
         num_places = self._masks.shape[1]
         matchers = [self._bound[row].matcher for row in rows]
         self._batch.fill(matchers, self._flat_masks, [row * num_places for row in rows])

@@ -25,6 +25,7 @@ def test_suffix_decoding_has_vllms_defaults() -> None:
     assert draft_widths(plain, 2) == (0, 23, 23)
     text = '{"method": "suffix", "suffix_decoding_max_cached_requests": 0, "num_speculative_tokens": 3}'
     off = parse_speculation(text)
+    assert max(draft_widths(parse_speculation('{"method": "grammar"}'), 1)) == 16
     assert worker_speculation(off).suffix_requests == 0 and draft_widths(off, 1) == (0, 3)
 
 
@@ -53,6 +54,7 @@ def test_widths_by_batch_size() -> None:
         ('{"method": "ngram", "prompt_lookup_min": 0}', "prompt_lookup_min"),
         ('{"method": "ngram", "model": "x"}', "model"),
         ('{"method": "suffix", "model": "x"}', "suffix needs none"),
+        ('{"method": "grammar", "model": "x"}', "grammar needs none"),
         ('{"method": "suffix", "prompt_lookup_max": 3}', "prompt_lookup_max belongs to method ngram"),
         ('{"method": "ngram", "suffix_decoding_max_tree_depth": 3}', "belongs to method suffix"),
         ('{"method": "suffix", "suffix_decoding_tree_depth": 3}', "did you mean 'suffix_decoding_max_tree_depth'"),

@@ -1,0 +1,115 @@
+"""Forced tokens as drafts: all of them are right, nothing else changes, and another proposer goes on behind them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipring.shm.params import SamplingParams
+from slipring.shm.spec import ModelSpec
+from slipring.workers.speculation.adaptive import AdaptiveProposer
+from slipring.workers.speculation.grammar import GrammarProposer, _then
+from slipring.workers.speculation.ngram import NgramProposer
+from slipring.workers.speculation.proposer import Drafts, NullProposer
+from slipring.workers.speculation.step_costs import StepCosts
+from tests.workers.constrained_rig import (
+    EOS,
+    PROMPT,
+    SCHEMA,
+    byte_spec,
+    constrained,
+    json_grammar,
+    run_to_the_end,
+    text,
+    with_grammars,
+)
+from tests.workers.runner_rig import Rig, Sequence
+
+LIST = {"type": "array", "items": SCHEMA, "minItems": 3, "maxItems": 3}
+MOST = 6
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    return byte_spec(tmp_path_factory.mktemp("byte-model"))
+
+
+def rig_with(spec: ModelSpec, schema: Any, kind: str | None) -> tuple[Rig, NgramProposer | None]:
+    rig = Rig(spec, max_draft=MOST if kind else 0, num_blocks=512, max_model_len=512)
+    with_grammars(rig, json_grammar(schema))
+    if kind is None:
+        return rig, None
+    lookup = NgramProposer(16, 2, 4) if kind != "alone" else None
+    flat = StepCosts((1, 64), [1.0, 1.001])  # whatever is drafted pays
+    inner = NullProposer() if lookup is None else AdaptiveProposer(lookup, flat, 16)
+    told = lookup if kind == "told" else None
+    runner = rig.runner
+    runner.proposer = GrammarProposer(runner._constraints, inner, told, 16)
+    return rig, lookup
+
+
+def write(rig: Rig, params: list[SamplingParams]) -> tuple[list[Sequence], int, int]:
+    """The sequences, how many steps they took, and how often one of a row's drafts was wrong."""
+    sequences, runs = [rig.admit(PROMPT, each) for each in params], list[int]()
+    original = rig.runner.run
+
+    def run(step: Any, output: Any) -> None:
+        original(step, output)
+        num = int(output.header[output.NUM_ROWS])
+        runs.append(int((output.num_draft[:num] > output.num_accepted[:num] - 1).sum()))
+
+    rig.runner.run = run  # type: ignore[method-assign]
+    run_to_the_end(rig, sequences, 400)
+    return sequences, len(runs), sum(runs)
+
+
+PARAMS = [
+    constrained(0),
+    constrained(1, temperature=0.0),
+    constrained(2, repetition_penalty=1.2, min_tokens=20),
+    constrained(3, top_k=5, logprobs=2),
+]
+
+
+@pytest.mark.parametrize("kind", ["alone", "told", "untold"])
+def test_tokens_are_those_without_and_take_fewer_steps(spec: ModelSpec, kind: str) -> None:
+    want, plain_steps, _ = write(rig_with(spec, LIST, None)[0], PARAMS)
+    rig, lookup = rig_with(spec, LIST, kind)
+    got, steps, wrong = write(rig, PARAMS)
+    assert [s.outputs[: s.outputs.index(EOS)] for s in got] == [s.outputs[: s.outputs.index(EOS)] for s in want]
+    assert all(json.loads(text(s)) for s in got)
+    if kind == "alone":
+        assert steps < 0.6 * plain_steps and wrong == 0
+    elif lookup is not None:
+        assert steps < 0.6 * plain_steps
+        for sequence in got:  # nothing was told twice, or not at all
+            index = lookup._index[sequence.row]
+            assert index is not None and index.tokens == sequence.tokens
+
+
+def test_a_free_row_beside_them_has_no_forced_tokens(spec: ModelSpec) -> None:
+    want = write(rig_with(spec, SCHEMA, None)[0], [PARAMS[0]])[0]
+    rig, _ = rig_with(spec, SCHEMA, "alone")
+    free, bound = rig.admit(PROMPT, SamplingParams(max_tokens=60, temperature=0.0)), rig.admit(PROMPT, PARAMS[0])
+    rig.generate([free, bound], len(want[0].outputs))
+    assert bound.outputs[: len(want[0].outputs)] == want[0].outputs
+
+
+def test_a_text_that_is_forced_whole_is_written_in_a_few_steps(spec: ModelSpec) -> None:
+    rig, _ = rig_with(spec, {"const": "a text of thirty bytes or so"}, "alone")
+    (sequence,), steps, wrong = write(rig, [PARAMS[0]])
+    assert json.loads(text(sequence)) == "a text of thirty bytes or so" and wrong == 0
+    assert steps <= 2 + len(sequence.outputs) / MOST
+
+
+def test_a_tree_hangs_below_the_forced_tokens() -> None:
+    forced = Drafts(np.array([[7, 8], [0, 0], [9, 0]]), np.array([2, 0, 1]))
+    tree = Drafts(np.array([[1, 2, 3], [4, 5, 0], [0, 0, 0]]), np.array([3, 2, 0]), np.array([[-1, -1, 0]] * 3))
+    both = _then(forced, tree)
+    assert both.num.tolist() == [5, 2, 1] and both.parents is not None
+    assert both.tokens[0].tolist() == [7, 8, 1, 2, 3] and both.parents[0].tolist() == [-1, 0, 1, 1, 2]
+    assert both.tokens[1, :2].tolist() == [4, 5] and both.parents[1, :2].tolist() == [-1, -1]
+    assert both.tokens[2, 0] == 9 and both.parents[2, 0] == -1

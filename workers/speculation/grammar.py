@@ -1,0 +1,81 @@
+"""Drafts that cannot be wrong: where a row's grammar leaves one token alone, that token is the next one.
+
+They are computed with the others in one step instead of one step each. The target still draws at each of their
+places, under a mask that allows nothing else, so log-probabilities, noise and positions are those without drafts.
+
+Another proposer goes on from there. One that looks tokens up is told them before the step (`lookup`), since they are
+certain; one that needs hidden states drafts for the rows that have none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slipring.workers.batch import Batch
+    from slipring.workers.entries import Entries
+    from slipring.workers.speculation.verify import Runs
+
+from slipring.workers.constraints import Constraints
+from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer, Proposer
+
+
+class GrammarProposer(NullProposer):
+    """What grammars force, then the drafts of another proposer."""
+
+    def __init__(self, constraints: Constraints, inner: Proposer, lookup: Proposer | None, num_rows: int) -> None:
+        """`lookup`: what `inner` asks for drafts, when that knows tokens alone."""
+        self._constraints, self._inner, self._lookup = constraints, inner, lookup
+        constraints.look_for_forced()
+        self._told = np.zeros(num_rows, np.int64)
+        """Forced tokens of the step under way that `lookup` knows already."""
+
+    def admit(self, row: int, token_ids: NDArray[np.int32]) -> None:
+        self._told[row] = 0
+        self._inner.admit(row, token_ids)
+
+    def propose(self, rows: IntArray, most: IntArray) -> Drafts:
+        forced = self._constraints.forced(rows, most)
+        if not forced.num.any():
+            return self._inner.propose(rows, most)
+        if self._lookup is None:
+            return _then(forced, self._inner.propose(rows, np.where(forced.num > 0, 0, most)))
+        at = np.flatnonzero(forced.num)
+        self._lookup.accept(rows[at], forced.tokens[at], forced.num[at])
+        self._told[rows[at]] = forced.num[at]
+        return _then(forced, self._inner.propose(rows, most - forced.num))
+
+    def accept(self, rows: IntArray, tokens: IntArray, counts: IntArray) -> None:
+        told = self._told[rows]
+        if told.any():
+            self._told[rows] = 0
+            going = counts > told
+            place = np.minimum(np.arange(tokens.shape[1]) + told[:, None], tokens.shape[1] - 1)
+            tokens = np.take_along_axis(tokens, place, 1)
+            rows, tokens, counts = rows[going], tokens[going], (counts - told)[going]
+        self._inner.accept(rows, tokens, counts)
+
+    def saw(self, entries: Entries, batch: Batch, hidden: Tensor, runs: Runs | None) -> None:
+        self._inner.saw(entries, batch, hidden, runs)
+
+    def step_took(self, num_tokens: int, seconds: float) -> None:
+        self._inner.step_took(num_tokens, seconds)
+
+
+def _then(first: Drafts, second: Drafts) -> Drafts:
+    """Chains, each followed by whatever the other one has for its row."""
+    num = first.num + second.num
+    tokens = np.zeros((len(num), int(num.max(initial=0))), np.int64)
+    place = np.arange(tokens.shape[1])
+    parents = np.broadcast_to(place - 1, tokens.shape).copy()
+    for drafts, begin in ((first, np.zeros_like(num)), (second, first.num)):
+        here = (place >= begin[:, None]) & (place < (begin + drafts.num)[:, None])
+        there = np.arange(drafts.tokens.shape[1]) < drafts.num[:, None]
+        tokens[here] = drafts.tokens[there]
+        parents[here] = (drafts.follows + begin[:, None])[there]
+    return Drafts(tokens, num, None if second.parents is None else parents)
