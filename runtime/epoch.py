@@ -16,6 +16,7 @@ from slipring.runtime.worker_process import WorkerProcess
 from slipring.shm import control, wire
 from slipring.shm.control import ControlEnd
 from slipring.shm.doorbell import Doorbell
+from slipring.shm.life_lock import LifeLock
 from slipring.shm.ring import RingReader, RingWriter, create_ring
 from slipring.shm.segment import Segment
 from slipring.shm.spec import ModelSpec, WorkerConfig
@@ -61,6 +62,8 @@ class Epoch:
                 self._keep(create_ring(label, control.NUM_SLOTS, control.SLOT_BYTES, num_readers=1))
                 for label in ("control ring", "reply ring")
             )
+            self._life = LifeLock.create()
+            self._keep(self._life.segment)
         except OSError:
             self._free_segments()
             raise
@@ -73,14 +76,14 @@ class Epoch:
         """What is said about grammars; `reply_bell` rings when the worker has said something."""
         self.ready: wire.Ready | None = None
         """The worker's word that it can serve, once it has come."""
-        self.worker = WorkerProcess(self._on_worker_exit)
+        self._on_death: Callable[[int], None] | None = None
         self._exited = asyncio.Event()
-        self._on_exit: Callable[[int], None] | None = None
+        self.worker = WorkerProcess(self._on_worker_death, self._exited.set)
         self._closed = False
 
-    def spawn(self, on_exit: Callable[[int], None]) -> None:
-        """Start the worker; `on_exit(status)` is called when it has been reaped. Raises OSError."""
-        self._on_exit = on_exit
+    def spawn(self, on_death: Callable[[int], None]) -> None:
+        """Start the worker; `on_death(status)` is called when it is lost. Raises OSError."""
+        self._on_death = on_death
         inherit = (
             self.steps.segment.fd,
             self.outputs.segment.fd,
@@ -90,10 +93,16 @@ class Epoch:
             self._reply_ring.fd,
             *(bell.fd for bell in self._bells),
             self._weights.fd,
+            self._life.segment.fd,
         )
         self.worker.spawn(
             self._config.user.worker_module, self._worker_config, inherit, self._config.worker_environment()
         )
+
+    def on_ready(self, ready: wire.Ready) -> None:
+        """The worker can serve; it holds its life lock since it began."""
+        self.ready = ready
+        self.worker.watch(self._life)
 
     def outputs_are_there(self) -> bool:
         return self.outputs.try_read() is not None
@@ -128,10 +137,9 @@ class Epoch:
             bell.close()
         self._free_segments()
 
-    def _on_worker_exit(self, status: int) -> None:
-        self._exited.set()
-        if self._on_exit is not None:
-            self._on_exit(status)
+    def _on_worker_death(self, status: int) -> None:
+        if self._on_death is not None:
+            self._on_death(status)
 
     def _keep(self, segment: Segment) -> Segment:
         self._segments.append(segment)
@@ -176,6 +184,7 @@ class Epoch:
             tier_fd=None if self._tier is None else self._tier.fd,
             tier_bytes=0 if self._tier is None else self._tier.nbytes,
             weights_fd=self._weights.fd,
+            life_lock_fd=self._life.segment.fd,
             lifeline_fd=lifeline_fd,
             reader_index=0,
             spin_us=SPIN_US,

@@ -105,7 +105,7 @@ class StepLoop:
 
     def spawn(self) -> None:
         """Start the worker. Raises OSError."""
-        self.epoch.spawn(self._on_worker_exit)
+        self.epoch.spawn(self._on_worker_death)
         self._deadline.starting()
 
     def begin(self, scheduler: Scheduler, collector: NullCollector | IdleCollector) -> None:
@@ -375,7 +375,7 @@ class StepLoop:
             self._listener.on_progress(wire.decode(payload, length, wire.Progress))
         elif kind == SlotKind.READY and self.epoch.ready is None:
             ready: wire.Ready = wire.decode(payload, length, wire.Ready)
-            self.epoch.ready = ready
+            self.epoch.on_ready(ready)
             self._deadline.ready()
             self._listener.on_ready(self, ready)
         elif kind == SlotKind.ERROR:
@@ -385,7 +385,7 @@ class StepLoop:
         else:
             raise ProtocolError(f"unknown record kind {kind}")
 
-    def _on_worker_exit(self, status: int) -> None:
+    def _on_worker_death(self, status: int) -> None:
         while self._runs and self.epoch.outputs_are_there():
             self._on_outputs()  # outputs that were published before the end still count, an error record above all
         worker = self.epoch.worker

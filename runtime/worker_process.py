@@ -1,4 +1,6 @@
-"""One worker process: spawned from the loop's own thread, watched by pidfd, its output always drained.
+"""One worker process: spawned from the loop's own thread, its death watched, its output always drained.
+
+Death is seen twice: by the life lock when the kernel begins to clear the process away, by pidfd when it has.
 
 A worker must never outlive the engine: it asks for PR_SET_PDEATHSIG, which fires when the *thread* that made it
 ends (hence: spawn only from the loop's thread), and it also watches a lifeline pipe whose other end lives here.
@@ -16,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from slipring.shm import spec as wire_spec
+from slipring.shm.life_lock import LifeLock, exit_status
 from slipring.shm.segment import memfd
 from slipring.shm.spec import WorkerConfig
 
@@ -33,10 +36,11 @@ _CAUSES = {
 
 
 class WorkerProcess:
-    """`on_exit(status)` is called once, on the loop, when the process is gone and has been reaped."""
-
-    def __init__(self, on_exit: Callable[[int], None], echo: bool = True) -> None:
-        self._on_exit = on_exit
+    def __init__(self, on_death: Callable[[int], None], on_reaped: Callable[[], None], echo: bool = True) -> None:
+        """Both are called once, on the loop: `on_death(status)` when the process is lost, `on_reaped` when it is gone
+        and nothing of it writes any more. What it wrote last is complete by then."""
+        self._on_death: Callable[[int], None] | None = on_death
+        self._on_reaped = on_reaped
         self._echo = echo
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
@@ -100,6 +104,16 @@ class WorkerProcess:
                 env=dict(environment),
             )
 
+    def watch(self, lock: LifeLock) -> None:
+        """See its death sooner. The process holds `lock`."""
+        loop = asyncio.get_running_loop()
+
+        def on_death() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._see_death)
+
+        lock.watch(on_death)
+
     def kill(self) -> None:
         """SIGKILL; the process is ours until it is reaped, so its pid cannot be somebody else's."""
         if self._process is not None and self._process.returncode is None:
@@ -120,6 +134,15 @@ class WorkerProcess:
         name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
         return f"was killed by {name}" + (f" ({cause})" if (cause := _CAUSES.get(name)) else "")
 
+    def _see_death(self) -> None:
+        if self.alive and (status := exit_status(self.pid)) is not None:
+            self._tell_death(status)
+
+    def _tell_death(self, status: int) -> None:
+        tell, self._on_death = self._on_death, None
+        if tell is not None:
+            tell(status)
+
     def _reap(self) -> None:
         assert self._process is not None
         status = self._process.wait()
@@ -127,7 +150,8 @@ class WorkerProcess:
         if self._partial:
             self._take_line(self._partial.decode("utf-8", "replace"))
         self._release()
-        self._on_exit(status)
+        self._tell_death(status)
+        self._on_reaped()
 
     def _release(self) -> None:
         loop = asyncio.get_event_loop()

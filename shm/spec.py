@@ -185,6 +185,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     tier_bytes: int = 0
     weights_fd: int = -1
     """The model's shared weights (`weights.py`); -1: the worker loads its own."""
+    life_lock_fd: int = -1
+    """Held from start to end, so that the engine sees the end at once (`life_lock.py`); -1: nobody watches."""
     lifeline_fd: int
     """Read end of a pipe that the engine holds open: end of file means that the engine is gone."""
     reader_index: int

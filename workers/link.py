@@ -22,6 +22,7 @@ from slipring.shm import wire
 from slipring.shm.control import ControlEnd
 from slipring.shm.doorbell import Doorbell, Waiter
 from slipring.shm.layout import Phase
+from slipring.shm.life_lock import LifeLock
 from slipring.shm.ring import RingReader, RingWriter
 from slipring.shm.segment import Segment
 from slipring.shm.spec import WorkerConfig
@@ -58,6 +59,10 @@ class Link:
     """One thread takes steps, one publishes them; `fail` may be called by either."""
 
     def __init__(self, config: WorkerConfig) -> None:
+        """By the main thread: the engine takes its end for the worker's."""
+        if config.life_lock_fd >= 0:
+            self._life = LifeLock.attach(config.life_lock_fd)
+            self._life.hold()
         step_segment = Segment.attach(config.step_ring_fd, config.step_ring_bytes)
         output_segment = Segment.attach(config.output_ring_fd, config.output_ring_bytes)
         self._step_segment = step_segment

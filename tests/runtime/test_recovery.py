@@ -51,6 +51,7 @@ def test_streams_go_on_with_their_own_tokens(blow: signal.Signals, async_schedul
 def test_nothing_is_left_of_an_epoch() -> None:
     async def scenario() -> None:
         async with running() as engine:
+
             async def cycle() -> None:
                 stream = submit(engine, ask([1], 200))
                 await given([stream], 3)
@@ -146,8 +147,8 @@ def test_what_a_dead_replica_held_goes_on_elsewhere() -> None:
 
 def test_a_warm_spare_takes_over_and_is_replaced() -> None:
     async def scenario() -> None:
-        async with running({"step_s": 0.002}, warm_spare=True) as engine:
-            stream = submit(engine, ask([1, 2], 300))
+        async with running({"step_s": 0.01}, warm_spare=True) as engine:
+            stream = submit(engine, ask([1, 2], 2000, request_id="long"))
             pids = [engine.worker_pids[0]]
             for _ in range(3):
                 await given([stream], len(stream.deltas) + 5)
@@ -159,8 +160,9 @@ def test_a_warm_spare_takes_over_and_is_replaced() -> None:
                 await healthy(engine)
                 pids.append(spare)
             os.kill(await spare_of(engine), signal.SIGKILL)  # nobody misses it
-            await stream.wait()
-            assert stream.tokens() == expected_tokens([1, 2], 1, engine.spec.vocab_size, 300)
+            await given([stream], len(stream.deltas) + 5)
+            engine.abort("long")
+            assert stream.tokens() == expected_tokens([1, 2], 1, engine.spec.vocab_size, len(stream.tokens()))
             assert len(set(pids)) == 4
             await settled(engine)
 
