@@ -143,12 +143,25 @@ class FrameStream:
         return frames
 
     def _take(self) -> bytes:
-        held, self._held = self._held, {}
-        frames = b"".join([self._render(delta) for delta in held.values()])
+        frames = self._render_held()
         if self._error is not None and not self.ended:
             frames += self._renderer.error(self._error)
             self.failed = True
             self._finish()
+        return frames
+
+    def _render_held(self) -> bytes:
+        """What was merged, or as much of it as could be said; the rest is an error then."""
+        held, self._held = self._held, {}
+        frames = b""
+        try:
+            for delta in held.values():
+                frames += self._render(delta)
+        except Exception:
+            logger.exception("a frame could not be made")
+            if self._error is None:
+                self._error = engine_failed("The answer could not be written.")
+                self._on_cancel()
         return frames
 
     def _hold(self, delta: Delta) -> None:

@@ -114,8 +114,8 @@ class Engine:
         self._dead_reason: str | None = None
         self._eos = frozenset(self.spec.eos_token_ids)
         self.paused = False
-        self._held: list[list[Request]] = []
-        """Completions of requests that arrived while paused."""
+        self._held: dict[str, list[Request]] = {}
+        """By request id, completions of requests that arrived while paused."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._ended = asyncio.Event()
@@ -302,7 +302,7 @@ class Engine:
                 completion.finished = True
                 self._metrics.finished[FinishReason.ABORT.value] += 1
                 self._drop(completion)
-        self._forget(completions)
+        self._forget(request_id, completions)
         return True
 
     def finish(self, request_id: str) -> bool:
@@ -324,19 +324,15 @@ class Engine:
     def resume(self) -> None:
         self.paused = False
         self._replicas.freeze(False)
-        held, self._held = self._held, []
-        for requests in held:
+        held, self._held = self._held, {}
+        for requests in held.values():
             self._enqueue(requests)
 
     async def wait_paused(self) -> None:
         """Until nothing runs any more, or somebody has resumed."""
-        while self.paused and len(self._live) > self._num_held:
+        while self.paused and len(self._live) > len(self._held):
             self._ended.clear()
             await self._ended.wait()
-
-    @property
-    def _num_held(self) -> int:
-        return sum(requests[0].owner is not None for requests in self._held)
 
     def reset_prefix_cache(self) -> None:
         """Forget what free blocks hold. Live requests keep theirs."""
@@ -509,17 +505,18 @@ class Engine:
 
     def _enqueue(self, requests: list[Request]) -> None:
         """Hash the prompt, a slice each turn of the loop, then hand over what was not aborted in the meantime."""
-        if self.paused:
-            self._held.append(requests)
-            return
         first = requests[0]
+        live = [request for request in requests if request.owner is not None and not request.owner.finished]
+        if not live:
+            self._num_hashing -= first.num_prompt * len(requests)
+            return
+        if self.paused:
+            self._held[live[0].owner.request_id] = requests
+            return
         if self.config.user.enable_prefix_caching and not first.hash_prompt(self.config.user.block_size, _HASH_SLICE):
             asyncio.get_running_loop().call_soon(self._enqueue, requests)
             return
         self._num_hashing -= first.num_prompt * len(requests)
-        live = [request for request in requests if request.owner is not None and not request.owner.finished]
-        if not live:
-            return
         try:
             replica = self._choose(first.block_hashes, live[0].owner.generation)
         except EngineDeadError as error:  # since the submission
@@ -548,10 +545,12 @@ class Engine:
             completions = self._live.get(request_id)
             if completions is not None and all(completion.finished for completion in completions):
                 del self._live[request_id]
-                self._forget(completions)
+                self._forget(request_id, completions)
         sink(delta)
 
-    def _forget(self, completions: list[Completion]) -> None:
+    def _forget(self, request_id: str, completions: list[Completion]) -> None:
+        if (held := self._held.pop(request_id, None)) is not None:
+            self._num_hashing -= held[0].num_prompt * len(held)
         for completion in completions:
             completion.request.owner = None  # the two hold each other: no cycle is left for the collector
         self._ended.set()

@@ -79,7 +79,8 @@ class Epoch:
         self._on_death: Callable[[int], None] | None = None
         self._exited = asyncio.Event()
         self.worker = WorkerProcess(self._on_worker_death, self._exited.set)
-        self._closed = False
+        self.closed = False
+        """Its shared memory is gone."""
 
     def spawn(self, on_death: Callable[[int], None]) -> None:
         """Start the worker; `on_death(status)` is called when it is lost. Raises OSError."""
@@ -128,9 +129,9 @@ class Epoch:
 
     def close(self) -> None:
         """Kill the worker, if it still lives, and give everything back. Idempotent."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self.worker.close()
         self._exited.set()
         for bell in self._bells:

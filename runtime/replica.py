@@ -100,6 +100,10 @@ class Replica:
         self._num_epochs = 0
         self._spare: StepLoop | None = None
         """An epoch that has begun before it is needed."""
+        self._leaving: set[StepLoop] = set()
+        """Spares that are not needed any more, and whose workers are not reaped yet."""
+        self._parting: StepLoop | None = None
+        """The step loop that has nothing to do any more. Its worker may break now."""
         self._is_closed = False
         self._is_frozen = False
         self._changed = asyncio.Event()
@@ -185,8 +189,9 @@ class Replica:
         self._cancel_recovery_timer()
         for task in self._work:
             task.cancel()
-        self.step_loop.close()
         self._drop_spare()
+        for loop in (self.step_loop, *self._leaving):
+            loop.close()
         if not self._started.done():
             self._started.set_exception(ReplicaDeadError("the engine was stopped while it started"))
             self._started.exception()  # nobody need be waiting for it
@@ -195,9 +200,11 @@ class Replica:
         """Ask the worker to end, and make sure that it does."""
         if not self._is_closed:
             self._is_closed = True
+            self._drop_spare()
             self.step_loop.stop()
             self.step_loop.epoch.ask_to_end()
-            await self.step_loop.epoch.reaped(timeout_s)
+            leaving = [self.step_loop, *self._leaving]
+            await asyncio.gather(*(loop.epoch.reaped(timeout_s) for loop in leaving))
         self.close()
 
     # --- requests -----------------------------------------------------------------------------------------------
@@ -257,11 +264,13 @@ class Replica:
         self._watcher.on_progress(progress)
 
     def on_fault(self, loop: StepLoop, fault: Fault) -> None:
+        if loop is self._parting:
+            return
         if loop is self.step_loop and not self._is_closed:
             self._on(fault.event, fault)
         elif loop is self._spare:
             logger.warning("replica %d loses its spare worker until it recovers next: %s", self.rank, fault.reason)
-            self._loop.call_soon(self._drop_spare)
+            self._drop_spare()
 
     def on_delivered(self, num_tokens: int, ended: list[Request]) -> None:
         if num_tokens:
@@ -326,9 +335,7 @@ class Replica:
         if self._tiers is None:
             return NullOffload(pool)
         loop, block_size = self.step_loop, self._config.user.block_size
-        return Offload(
-            self._tiers.tiers, pool, block_size, loop.kick, loop.recompute_s, stats=self._tiers.device
-        )
+        return Offload(self._tiers.tiers, pool, block_size, loop.kick, loop.recompute_s, stats=self._tiers.device)
 
     def _end_epoch(self) -> None:
         self.step_loop.stop()
@@ -337,10 +344,11 @@ class Replica:
             self._hand_over()
         if self._recovery_timer is None:
             timeout_s = self._config.user.engine_recovery_timeout_sec
-            self._recovery_timer = self._loop.call_later(timeout_s, self._on, Event.RECOVERY_TIMEOUT)
+            self._recovery_timer = self._loop.call_later(timeout_s, self._recovery_is_late)
         self._run(self._take_apart())
 
     def _respawn(self) -> None:
+        self._parting = self.step_loop
         self._run(self._start_epoch())
 
     def _respawn_fresh(self) -> None:
@@ -354,8 +362,8 @@ class Replica:
 
     def _retire(self) -> None:
         self._drop_spare()
-        self.step_loop.stop()
-        self.step_loop.epoch.ask_to_end()
+        self._parting = self.step_loop
+        self._run(self._rest(self.step_loop))
 
     def _hand_over(self) -> None:
         reason = self.fault.reason if self.fault else f"the replica is {self.state.value}"
@@ -398,10 +406,11 @@ class Replica:
             if not await loop.epoch.reaped(_REAP_S):
                 self._on(Event.UNREAPABLE)
                 return
-            self._record(loop)
-            loop.salvage()
-            self._search_guilty(loop.requests_in_flight())
-            loop.close()
+            if not loop.epoch.closed:  # else there was no room for a new one: nothing ran that could tell anything
+                self._record(loop)
+                loop.salvage()
+                self._search_guilty(loop.requests_in_flight())
+                loop.close()
         delay_s = self._restarts.next_delay_s(time.monotonic())
         if delay_s is None:
             self._on(Event.GAVE_UP)
@@ -420,16 +429,28 @@ class Replica:
     async def _start_epoch(self) -> None:
         """Make the next epoch, once nothing is left of the last one's worker."""
         async with self._changing:
-            old = self.step_loop
-            old.stop()
-            old.epoch.ask_to_end()
-            if not await old.epoch.reaped(_RETIRE_S):
-                old.epoch.worker.kill()
-                if not await old.epoch.reaped(_REAP_S):
-                    self._on(Event.UNREAPABLE)
-                    return
-            old.close()
-            self._begin_epoch()
+            if await self._end_gently(self.step_loop):
+                self._begin_epoch()
+
+    async def _rest(self, loop: StepLoop) -> None:
+        """There is nothing to do any more."""
+        async with self._changing:
+            if loop is self.step_loop:
+                await self._end_gently(loop)
+
+    async def _end_gently(self, loop: StepLoop) -> bool:
+        """What is on its way into the tiers arrives, the worker ends by itself, and everything is given back. False:
+        the worker cannot be got rid of."""
+        await loop.stored(_RETIRE_S)
+        loop.stop()
+        loop.epoch.ask_to_end()
+        if not await loop.epoch.reaped(_RETIRE_S):
+            loop.epoch.worker.kill()
+            if not await loop.epoch.reaped(_REAP_S):
+                self._on(Event.UNREAPABLE)
+                return False
+        loop.close()
+        return True
 
     def _begin_epoch(self) -> None:
         """With the spare worker's, where there is one, else with a new worker's, which must start first."""
@@ -459,7 +480,15 @@ class Replica:
     def _drop_spare(self) -> None:
         spare, self._spare = self._spare, None
         if spare is not None:
-            spare.close()
+            spare.stop()
+            spare.epoch.worker.kill()
+            self._leaving.add(spare)
+            self._run(self._let_leave(spare))
+
+    async def _let_leave(self, spare: StepLoop) -> None:
+        await spare.epoch.reaped(_REAP_S)
+        self._leaving.discard(spare)
+        spare.close()
 
     def _is_held(self, request: Request) -> bool:
         """Suspected, and not on trial now. It is made ready all the same: its trial may begin any time."""
@@ -488,6 +517,10 @@ class Replica:
             guilty.status = RequestStatus.FINISHED
             reason = f"this request ends every worker that computes it, so it is given up: {self.fault.reason}"
             self._watcher.on_guilty(self, guilty, reason)
+
+    def _recovery_is_late(self) -> None:
+        self._recovery_timer = None
+        self._on(Event.RECOVERY_TIMEOUT)
 
     def _cancel_recovery_timer(self) -> None:
         if self._recovery_timer is not None:

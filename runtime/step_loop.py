@@ -16,6 +16,7 @@ from then on nothing is published, and `salvage` takes what the worker had publi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
@@ -100,6 +101,8 @@ class StepLoop:
         self._grammars = WorkerGrammars(epoch.control)
         self._loop.add_reader(epoch.reply_bell.fd, self._guarded, self._on_replies)
         self._deadline = StepDeadline(config.user.hang_limit_s, epoch, self._on_overdue)
+        self._moved = asyncio.Event()
+        """A transfer is back, or none will be any more."""
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -123,6 +126,7 @@ class StepLoop:
         self._deadline.cancel()
         self._waiter.close()
         self._loop.remove_reader(self.epoch.reply_bell.fd)
+        self._moved.set()
 
     def salvage(self) -> None:
         """The worker is gone: take the steps that it had published, and deliver them."""
@@ -139,6 +143,14 @@ class StepLoop:
     def requests_in_flight(self) -> list[Request]:
         """Those that the worker was computing, or was about to, and whose step never came back."""
         return [] if self.scheduler is None else self.scheduler.requests_in_flight()
+
+    async def stored(self, timeout_s: float) -> None:
+        """Wait, not longer than this, for the transfers that the worker has not acknowledged."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._runs and self.scheduler is not None and self.scheduler.offload.num_under_way:
+                    self._moved.clear()
+                    await self._moved.wait()
 
     def close(self) -> None:
         """Give everything back, the worker's life included. Idempotent."""
@@ -246,6 +258,7 @@ class StepLoop:
         except KeyError:
             raise ProtocolError(f"transfer {moved.transfer_id} came back, which is not under way") from None
         self._send_transfers(scheduler)
+        self._moved.set()
         self.kick()
 
     def _send_transfers(self, scheduler: Scheduler) -> None:
@@ -409,4 +422,5 @@ class StepLoop:
         self.fault = fault = replace(fault, silent_s=silent_s, at=now)
         self._cancel_timer()
         self._deadline.cancel()
+        self._moved.set()
         self._listener.on_fault(self, fault)

@@ -9,6 +9,7 @@ It draws tokens as `SimulatedDevice` does. The environment variable SCRIPT (JSON
     poison       a token: whoever has it in its prompt ends the worker, by SIGKILL
     never_ready  it never says that it is ready
     exit_at_start  exit status, right after a line on stderr
+    move_s       it answers transfers of blocks, after so many seconds each (and moves nothing)
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import sys
 import time
 
 from slipring.shm import spec
+from slipring.shm.control import BlocksMoved, Message, MoveBlocks
 from slipring.shm.layout import Phase
 from slipring.shm.wire import Ready, StepInputView
+from slipring.workers.control import ControlThread
 from slipring.workers.link import EngineGone, Link
 from tests.simulated_device import SimulatedDevice
 
@@ -44,6 +47,8 @@ def main() -> int:
     device = SimulatedDevice(link.table, num_blocks, config.model.vocab_size, config.model.hidden_size)
     if script.get("never_ready"):
         link.next_step()
+    if "move_s" in script:
+        ControlThread(*link.open_control(), lambda message: _moved(message, script["move_s"]), link.fail)
     link.progress(1, 1)
     link.publish_ready(Ready(num_blocks=num_blocks, block_bytes=1, phase_seconds={"load": 0}))
     try:
@@ -71,6 +76,12 @@ def serve(link: Link, device: SimulatedDevice, script: dict) -> None:
         device.run(step.view, output)
         link.publish_step(step, output)
         link.beat(Phase.WAITING)
+
+
+def _moved(message: Message, seconds: float) -> BlocksMoved:
+    assert isinstance(message, MoveBlocks)
+    time.sleep(seconds)
+    return BlocksMoved(message.transfer_id, seconds)
 
 
 def _holds(link: Link, view: StepInputView, token: int) -> bool:

@@ -88,6 +88,11 @@ class OffloadPort(Protocol):
     """What the scheduler knows of tiers."""
 
     @property
+    def num_under_way(self) -> int:
+        """Transfers that the worker has not acknowledged."""
+        ...
+
+    @property
     def busy(self) -> bool:
         """Something is under way that will wake the scheduler up."""
         ...
@@ -144,6 +149,7 @@ class NullOffload:
     """No tiers."""
 
     busy = False
+    num_under_way = 0
 
     def __init__(self, pool: BlockPool) -> None: ...
 
@@ -209,6 +215,10 @@ class Offload:
         self._outbox: list[Transfer] = []
         self._next_id = 0
         tiers.on_arrival.add(wake)
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self._under_way)
 
     @property
     def busy(self) -> bool:

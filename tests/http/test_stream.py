@@ -192,3 +192,40 @@ def test_iterating_gives_the_same_frames(failure: bool) -> None:
     frames = asyncio.run(main())
     assert frames.endswith(b"<error x>" if failure else b"<tail>")
     assert "".join(part.split(":")[1] for part in frames.decode().split("[")[1:]) == ("abc" if failure else "abcd")
+
+
+class Broken(Plain):
+    def delta(self, delta: Delta) -> bytes:
+        if delta.text == "bad":
+            raise ValueError("cannot be said")
+        return super().delta(delta)
+
+
+@pytest.mark.parametrize("congested", [False, True])
+def test_a_renderer_that_raises_on_what_was_held_ends_the_stream_with_an_error(
+    congested: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    cancelled: list[str] = []
+    stream = FrameStream(Broken(), 2, lambda: cancelled.append("cancelled"))
+    writer = Writer(room=False)
+    if congested:
+        stream.push(piece("x"))
+        stream.attach(writer)
+    stream.push(piece("good", 1))
+    stream.push(piece("bad"))
+    stream.resume() if congested else stream.attach(writer)
+    assert writer.frames[-1] == b"[1:good:1:]<error The answer could not be written.>"
+    assert stream.ended and stream.failed and cancelled == ["cancelled"]
+    assert "a frame could not be made" in caplog.text
+    stream.push(piece("more", 1))
+    stream.cancel()
+    assert len(writer.frames) == 1 + congested and cancelled == ["cancelled"]
+
+
+def test_a_renderer_that_raises_ends_an_iterated_stream_with_an_error() -> None:
+    async def scenario() -> list[bytes]:
+        stream = FrameStream(Broken(), 1, lambda: None)
+        stream.push(piece("bad"))
+        return [frames async for frames in stream]
+
+    assert asyncio.run(scenario()) == [b"<error The answer could not be written.>"]

@@ -588,3 +588,26 @@ def test_draining_finishes_what_is_live_and_refuses_what_is_new() -> None:
             assert stream.deltas[-1].finish_reason == "length"
 
     run(scenario())
+
+
+def test_what_is_aborted_while_paused_counts_no_more() -> None:
+    async def scenario() -> None:
+        async with running(max_queued_requests=3, max_queued_tokens=100) as engine:
+            engine.pause()
+            for round_ in range(3):  # each fills the queue again
+                requests = [ask([1] * 30, request_id=f"{round_}-{i}") for i in range(3)]
+                streams = [submit(engine, request) for request in requests]
+                with pytest.raises(QueueFullError):
+                    submit(engine, ask([1]))
+                await asyncio.sleep(0)
+                engine.abort(requests[0].request_id)
+                engine.finish(requests[1].request_id)
+                engine.finish(requests[2].request_id)
+                assert streams[1].deltas[-1].finish_reason == "abort"
+            kept = submit(engine, ask([1, 2]))
+            engine.resume()
+            await kept.wait()
+            assert engine._num_hashing == 0 and not engine._held
+            await settled(engine)
+
+    run(scenario())

@@ -166,3 +166,21 @@ def test_without_a_command_in_time_the_replica_is_dead() -> None:
             assert "status is DEAD" in str((await apply(engine, "retry")).reason)
 
     run(scenario())
+
+
+def test_a_worker_that_breaks_while_it_is_replaced_is_replaced_all_the_same() -> None:
+    """Its last blocks are on their way into a tier."""
+
+    async def scenario() -> None:
+        limits = {"data_parallel_size": 2, "kv_offloading_size": 0.05, "block_size": 16}
+        async with running({"move_s": 60.0}, **limits) as engine:
+            await submit(engine, ask(list(range(64)), 4, data_parallel_rank=0)).wait()
+            before = engine.worker_pids
+            replacing = asyncio.ensure_future(apply(engine, "replace", dp_ranks=[0]))
+            await asyncio.wait_for(engine.replicas[0].settled([State.RECOVERING]), 10)
+            os.kill(before[0], signal.SIGKILL)
+            assert (await asyncio.wait_for(replacing, 20)).success
+            assert engine.worker_pids[0] != before[0] and engine.worker_pids[1] == before[1]
+            await submit(engine, ask([5], 4, data_parallel_rank=0)).wait()
+
+    run(scenario())

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import time
 
+import psutil
 import pytest
 
 from slipring.runtime.engine import Engine, HealthState
 from slipring.runtime.fault_tolerance import FaultToleranceRequest
 from slipring.runtime.request import EngineDeadError
-from slipring.runtime.supervisor import State
+from slipring.runtime.supervisor import Event, State
+from slipring.shm.segment import Segment
 from tests.runtime.test_engine import Collector, ask, healthy, num_descriptors, run, running, settled, submit
 from tests.simulated_device import expected_tokens
 
@@ -175,3 +178,126 @@ async def spare_of(engine: Engine) -> int:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.002)
     return spare.epoch.worker.pid
+
+
+def test_no_room_for_the_next_epoch_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever was in flight at the one death is not blamed again for epochs that could not be made."""
+
+    async def scenario() -> None:
+        async with running({"step_s": 0.002}) as engine:
+            stream = submit(engine, ask([1, 2], 60))
+            await given([stream], 3)
+            left = [2]
+            create = Segment.create
+
+            def short(label: str, nbytes: int) -> Segment:
+                if left[0]:
+                    left[0] -= 1
+                    raise OSError(28, "No space left on device")
+                return create(label, nbytes)
+
+            monkeypatch.setattr(Segment, "create", short)
+            os.kill(engine.worker_pids[0], signal.SIGKILL)
+            await stream.wait()
+            assert stream.deltas[-1].finish_reason == "length" and not left[0]
+            assert stream.tokens() == expected_tokens([1, 2], 1, engine.spec.vocab_size, 60)
+            await settled(engine)
+
+    run(scenario())
+
+
+def test_a_spare_that_breaks_as_it_is_needed_is_not_taken() -> None:
+    async def scenario() -> None:
+        async with running({"step_s": 0.01}, warm_spare=True, auto_recovery=False) as engine:
+            stream = submit(engine, ask([1, 2], 40))
+            pid = await spare_of(engine)
+            await given([stream], 3)
+            replica = engine.replicas[0]
+            os.kill(replica.worker_pid, signal.SIGKILL)
+            await replica.settled([State.UNHEALTHY])
+            while psutil.pid_exists(replica.worker_pid):
+                await asyncio.sleep(0.005)
+            spare = replica._spare
+            assert spare is not None
+            # The change of epochs is on its way when the spare's death is seen, in the same turn of the loop.
+            assert replica.command(Event.RETRY) is None
+            os.kill(pid, signal.SIGKILL)
+            spare._on_worker_death(-signal.SIGKILL)
+            await stream.wait()
+            assert engine.worker_pids[0] != pid
+            assert stream.tokens() == expected_tokens([1, 2], 1, engine.spec.vocab_size, 40)
+
+    run(scenario())
+
+
+def test_dropping_a_spare_does_not_hold_up_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with running(warm_spare=True) as engine:
+            spare = await spare_of(engine)
+            waited = _waits(monkeypatch)
+            engine.replicas[0].command(Event.DRAIN)
+            assert await engine.replicas[0].settled([State.DRAINED]) is State.DRAINED
+            deadline = time.monotonic() + 10
+            while psutil.pid_exists(spare):
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.005)
+            assert waited and all(waited), "the loop waited for a process that was not gone yet"
+
+    run(scenario())
+
+
+def _waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each wait for a process from now on, whether it was gone already."""
+    found: list[bool] = []
+    wait = subprocess.Popen.wait
+
+    def checked(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        found.append(process.poll() is not None)
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", checked)
+    return found
+
+
+def test_a_recovery_timeout_that_came_to_nothing_is_set_again() -> None:
+    """It passes while the replica is out of service on purpose; a later fault has a timeout of its own."""
+
+    async def scenario() -> None:
+        settings = {"auto_recovery": False, "data_parallel_size": 2, "engine_recovery_timeout_sec": 0.3}
+        async with running({"exit_at_restart": 3}, **settings) as engine:
+            replica = engine.replicas[0]
+            os.kill(replica.worker_pid, signal.SIGKILL)
+            await asyncio.wait_for(replica.settled([State.UNHEALTHY]), 10)
+            assert replica.command(Event.DRAIN) is None
+            await asyncio.sleep(0.5)
+            assert replica.state is State.DRAINED and replica.command(Event.RETRY) is None
+            await asyncio.wait_for(replica.settled([State.UNHEALTHY]), 20)
+            await asyncio.wait_for(replica.settled([State.DEAD]), 5)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("move_s", [0.15, 60.0], ids=["moved", "never moved"])
+def test_a_drained_replica_leaves_no_slot_pinned(move_s: float) -> None:
+    """What it has begun to store arrives, if its worker says so in time."""
+
+    async def scenario() -> None:
+        limits = {"data_parallel_size": 2, "kv_offloading_size": 0.05, "block_size": 16}
+        async with running({"move_s": move_s}, **limits) as engine:
+            await submit(engine, ask(list(range(64)), 4, data_parallel_rank=0)).wait()
+            replica, tiers = engine.replicas[0], engine._tiers
+            assert tiers is not None and tiers.stats().num_pinned == 4
+            assert replica.command(Event.DRAIN) is None
+            deadline = time.monotonic() + 8
+            while tiers.stats().num_pinned:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+            assert tiers.stats().num_occupied == (4 if move_s < 1 else 0)
+            while psutil.pid_exists(replica.worker_pid):
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+            assert replica.command(Event.RETRY) is None
+            await asyncio.wait_for(replica.settled([State.HEALTHY]), 20)
+            await submit(engine, ask([5], 4, data_parallel_rank=0)).wait()
+
+    run(scenario())
