@@ -1,4 +1,4 @@
-"""`python -m perf list | run NAME [--compare] [--quick] [--no-write] [--seed N] | render [--check]`."""
+"""`python -m perf list | run NAME [--compare] [--quick] [--no-write] [--seed N] [--only NAMES] | render [--check]`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def main() -> int:
     run.add_argument("--quick", action="store_true", help="few samples: does it work, not how fast is it")
     run.add_argument("--no-write", action="store_true", help="leave perf/results as it is")
     run.add_argument("--seed", type=int, default=1)
+    run.add_argument("--only", metavar="NAMES", help="parts of a figure, such as ngram,free; not written")
     show = commands.add_parser("render", help="rewrite the tables of README.md and docs/figures.md from perf/results")
     show.add_argument("--check", action="store_true", help="only say whether they agree")
     arguments = parser.parse_args()
@@ -30,8 +31,10 @@ def main() -> int:
         return 0
     if arguments.command == "render":
         return render(check=arguments.check)
-    options = Options(arguments.compare, arguments.seed, arguments.quick)
-    return _run(arguments.name, options, keep=not (arguments.quick or arguments.no_write))
+    if arguments.only and not hasattr(importlib.import_module(FIGURES[arguments.name]), "cells"):
+        parser.error(f"--only: {arguments.name} has no parts")
+    options = Options(arguments.compare, arguments.seed, arguments.quick, arguments.only)
+    return _run(arguments.name, options, keep=not (arguments.quick or arguments.no_write or arguments.only))
 
 
 def _run(name: str, options: Options, keep: bool) -> int:

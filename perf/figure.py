@@ -48,6 +48,8 @@ class Options:
     seed: int
     quick: bool
     """Fewer samples: a smoke test, not a figure to publish."""
+    only: str | None = None
+    """Names, separated by commas, of what to measure; for figures that have parts."""
 
 
 @dataclass

@@ -1,8 +1,10 @@
 """Speculation on the real model: time per output token with it, against without, in interleaved runs.
 
-Both engines stand side by side and take turns, so that what else the machine does hits both. Every stream must give
-the same tokens with and without (float32; near ties are excused, as everywhere). `SPECULATION_HEAD` names the
-directory of an EAGLE head (`slipring train-draft`), which is measured too then.
+Two engines stand side by side and take turns, each begins every other time, so that what else the machine does hits
+both. Every stream must give the same tokens with and without (float32; near ties are excused, as everywhere).
+`SPECULATION_HEAD` names the directory of a draft head (`slipring train-draft`), which is measured too then.
+
+`--only` takes methods and workloads, separated by commas: `--only ngram,free`. All of it takes about six minutes.
 """
 
 from __future__ import annotations
@@ -13,26 +15,41 @@ import os
 import statistics
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import jsonschema
 import uvloop
 
 from perf.figure import Measurement, Options
 from slipring.runtime.config import EngineConfig
 from slipring.runtime.engine import Engine
+from slipring.runtime.grammar import Grammar, GrammarSpec
 from slipring.runtime.request import Delta, GenerationRequest
 from slipring.shm.params import SamplingParams
 
 DESCRIPTION = "speculation against none: accepted length and time per output token, by method and kind of text"
 _LIST = "alpha, beta, gamma, delta, epsilon, zeta, eta, theta, iota, kappa, lambda, mu, nu, xi, omicron, pi, rho"
 REPEATING = [f"Copy the list.\nList: {_LIST}\nCopy: {_LIST}\nCopy: {_LIST}\nCopy:"]
-FREE = [
-    "Write a short story about a lighthouse.",
-    "Explain photosynthesis to a child.",
-    "What are the advantages of trains?",
-    "Give me five facts about whales.",
-]
+FREE = ["Write a short story about a lighthouse.", "Explain photosynthesis to a child."]
+FORM = ["Marie Curie, born in Warsaw in 1867, a physicist. Answer in JSON."]
+_TEXT = {"type": "string", "maxLength": 24}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "full_name": _TEXT,
+        "place_of_birth": _TEXT,
+        "year_of_birth": {"type": "integer", "minimum": 1000, "maximum": 2000},
+        "occupation": {"enum": ["mathematician", "physicist", "chemist", "painter"]},
+        "is_still_alive": {"type": "boolean"},
+    },
+    "required": ["full_name", "place_of_birth", "year_of_birth", "occupation", "is_still_alive"],
+    "additionalProperties": False,
+}
+WORKLOADS = ("repeating", "free", "64 streams", "structured")
 NUM_STREAMS = 64
 MOST_DIFFERENT = 0.02
+_TOKENS = {"repeating": 96, "free": 48, "64 streams": 12, "structured": 160}
+"""Most output tokens of a stream."""
 
 
 @dataclass
@@ -40,6 +57,7 @@ class Stream:
     prompt: list[int]
     temperature: float = 0.0
     seed: int = 1
+    grammar: Grammar | None = None
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
 
@@ -48,53 +66,122 @@ class Stream:
         return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
 
 
+@dataclass
+class Run:
+    streams: list[Stream]
+    seconds: float
+    """Per output token and stream."""
+
+
 def measure(options: Options) -> Measurement:
     return uvloop.run(_measure(options))
 
 
-async def _measure(options: Options) -> Measurement:
-    methods = {"ngram": json.dumps({"method": "ngram", "num_speculative_tokens": 5})}
+def methods() -> dict[str, dict[str, object]]:
+    """`--speculative-config` by name. The wide ones may draft for 64 rows too, which is not the default."""
+    wide: dict[str, object] = {"num_speculative_tokens_per_batch_size": [[1, NUM_STREAMS, 5]]}
+    found: dict[str, dict[str, object]] = {
+        "ngram": {"method": "ngram"},
+        "ngram wide": {"method": "ngram"} | wide,
+        "suffix": {"method": "suffix"},
+        "suffix wide": {"method": "suffix"} | wide,
+        "grammar": {"method": "grammar"},
+    }
     if head := os.environ.get("SPECULATION_HEAD"):
-        methods["eagle"] = json.dumps({"method": "eagle", "model": head, "num_speculative_tokens": 3})
+        method = json.loads((Path(head) / "config.json").read_text()).get("method", "eagle")
+        found[method] = {"method": method, "model": head, "num_speculative_tokens": 3}
+    return found
+
+
+def cells(options: Options) -> list[tuple[str, str]]:
+    """(method, workload) in their order. Raises SystemExit for a name that is neither."""
+    every = [(method, workload) for method in methods() for workload in WORKLOADS if _is_told(method, workload)]
+    wanted = {name.strip() for name in (options.only or "").split(",")} - {""}
+    if unknown := wanted - set(WORKLOADS) - set(methods()):
+        known = ", ".join([*methods(), *WORKLOADS])
+        raise SystemExit(f"perf: --only {sorted(unknown)[0]!r} is no method and no workload; there are {known}")
+    of_methods, of_workloads = wanted & set(methods()), wanted & set(WORKLOADS)
+    return [
+        (method, workload)
+        for method, workload in every
+        if (not of_methods or method in of_methods) and (not of_workloads or workload in of_workloads)
+    ]
+
+
+def _is_told(method: str, workload: str) -> bool:
+    """Whether a method means anything to a workload beyond what another one shows."""
+    if method == "grammar":
+        return workload == "structured"
+    return (workload == "64 streams") if "wide" in method else (method, workload) != ("suffix", "64 streams")
+
+
+async def _measure(options: Options) -> Measurement:
     summary, table, samples = {}, [], {}
-    for method, config in methods.items():
-        for workload in ("repeating", "free", "64 streams"):
-            row, ratios = await _compare(method, config, workload, options)
-            table.append(row)
-            key = f"{method}_{workload.replace(' ', '_')}"
-            summary[f"tpot_ratio_{key}"] = row["tpot_ratio"]
-            summary[f"accepted_length_mean_{key}"] = row["accepted_length_mean"]
-            samples[key] = ratios
+    wanted = cells(options)
+    plain = await _engine(None)
+    try:
+        for method in dict.fromkeys(method for method, _ in wanted):
+            drafting = await _engine(json.dumps(methods()[method]))
+            try:
+                for workload in (workload for each, workload in wanted if each == method):
+                    row, ratios = await _compare(plain, drafting, method, workload, options)
+                    table.append(row)
+                    key = f"{method}_{workload}".replace(" ", "_")
+                    summary |= {f"{name}_{key}": row[name] for name in ("tpot_ratio", "accepted_length_mean")}
+                    if row["valid_share"] != "":
+                        summary[f"valid_share_{key}"] = row["valid_share"]
+                    samples[key] = ratios
+            finally:
+                await drafting.stop()
+    finally:
+        await plain.stop()
     return Measurement(summary, table, samples, "tpot_ratio: without / with, so larger is better; the bonus is counted")
 
 
-async def _compare(method: str, config: str, workload: str, options: Options) -> tuple[dict, list[float]]:
+async def _compare(
+    plain: Engine, drafting: Engine, method: str, workload: str, options: Options
+) -> tuple[dict, list[float]]:
     """One row, and the ratio of each pair of runs."""
-    plain, drafting = await _engine(None), await _engine(config)
+    ratios, times, valid = [], {"without": [], "with": []}, []
+    before = drafting.stats()
+    for run in range(3 if options.quick else 6):
+        turns = [("without", plain), ("with", drafting)]
+        runs = {}
+        for kind, engine in turns if run % 2 else turns[::-1]:
+            runs[kind] = await _run(engine, workload, options, f"{workload}-{run}-{kind}")
+        _assert_equal(runs["without"].streams, runs["with"].streams)
+        valid += [_is_valid(drafting, stream) for stream in runs["with"].streams if stream.grammar is not None]
+        if run == 0:
+            continue  # caches fill, and the controller learns
+        for kind, each in runs.items():
+            times[kind].append(each.seconds)
+        ratios.append(round(times["without"][-1] / times["with"][-1], 4))
+    stats = drafting.stats()
+    accepted, drafts = stats.num_accepted_tokens - before.num_accepted_tokens, stats.num_drafts - before.num_drafts
+    return {
+        "method": method,
+        "workload": workload,
+        "accepted_length_mean": round(1 + accepted / max(1, drafts), 3),
+        "tpot_ratio": round(statistics.median(ratios), 3),
+        "tpot_ms_without": round(statistics.median(times["without"]) * 1e3, 2),
+        "tpot_ms_with": round(statistics.median(times["with"]) * 1e3, 2),
+        "valid_share": round(statistics.mean(valid), 4) if valid else "",
+    }, ratios
+
+
+def _assert_equal(without: list[Stream], with_drafts: list[Stream]) -> None:
+    different = sum(a.tokens != b.tokens for a, b in zip(without, with_drafts, strict=True))
+    assert different <= MOST_DIFFERENT * len(without), f"{different} of {len(without)} streams differ"
+
+
+def _is_valid(engine: Engine, stream: Stream) -> bool:
     try:
-        ratios, times = [], {"without": [], "with": []}
-        for run in range(3 if options.quick else 7):
-            without = await _run(plain, workload, options, f"{run}-without")
-            with_drafts = await _run(drafting, workload, options, f"{run}-with")
-            different = sum(a.tokens != b.tokens for a, b in zip(without, with_drafts, strict=True))
-            assert different <= MOST_DIFFERENT * len(without), f"{different} of {len(without)} streams differ"
-            if run == 0:
-                continue  # caches fill, and the controller learns
-            for kind, streams in (("without", without), ("with", with_drafts)):
-                times[kind].append(statistics.mean(stream.tpot_s for stream in streams))
-            ratios.append(round(times["without"][-1] / times["with"][-1], 4))
-        stats = drafting.stats()
-        return {
-            "method": method,
-            "workload": workload,
-            "accepted_length_mean": round(1 + stats.num_accepted_tokens / max(1, stats.num_drafts), 3),
-            "tpot_ratio": round(statistics.median(ratios), 3),
-            "tpot_ms_without": round(statistics.median(times["without"]) * 1e3, 2),
-            "tpot_ms_with": round(statistics.median(times["with"]) * 1e3, 2),
-        }, ratios
-    finally:
-        await plain.stop()
-        await drafting.stop()
+        jsonschema.validate(json.loads(engine.tokenizer.decode(stream.tokens)), SCHEMA)
+    except ValueError:
+        return False
+    except jsonschema.ValidationError:
+        return False
+    return True
 
 
 async def _engine(config: str | None) -> Engine:
@@ -104,7 +191,7 @@ async def _engine(config: str | None) -> Engine:
             dtype="float32",
             max_num_seqs=NUM_STREAMS,
             max_model_len=1024,
-            kv_cache_memory_bytes=1 << 30,
+            kv_cache_memory_bytes=1 << 29,
             enable_prefix_caching=False,
             speculative_config=config,
         )
@@ -113,27 +200,33 @@ async def _engine(config: str | None) -> Engine:
     return engine
 
 
-async def _run(engine: Engine, workload: str, options: Options, name: str) -> list[Stream]:
+async def _run(engine: Engine, workload: str, options: Options, name: str) -> Run:
     """The workload's streams: one after the other, or 64 at once."""
-    num_tokens = 32 if options.quick else 128
-    streams = _streams(engine, workload)
+    num_tokens = max(8, _TOKENS[workload] // 3) if options.quick and workload != "structured" else _TOKENS[workload]
+    streams = await _streams(engine, workload)
     if workload == "64 streams":
-        await asyncio.gather(*[_generate(engine, s, f"{name}-{i}", num_tokens // 2) for i, s in enumerate(streams)])
+        await asyncio.gather(*[_generate(engine, s, f"{name}-{i}", num_tokens) for i, s in enumerate(streams)])
     else:
         for number, stream in enumerate(streams):
             await _generate(engine, stream, f"{name}-{number}", num_tokens)
-    return streams
+    return Run(streams, statistics.mean(stream.tpot_s for stream in streams))
 
 
-def _streams(engine: Engine, workload: str) -> list[Stream]:
+async def _streams(engine: Engine, workload: str) -> list[Stream]:
     encode, template = engine.tokenizer.encode, engine.chat_template
     assert template is not None
+
+    def asked(text: str) -> list[int]:
+        return encode(template.render([{"role": "user", "content": text}]))
+
     if workload == "repeating":
         return [Stream(encode(text)) for text in REPEATING]
-    questions = [encode(template.render([{"role": "user", "content": text}])) for text in FREE]
     if workload == "free":
-        return [Stream(question) for question in questions]
-    return [Stream(questions[i % len(questions)], 0.8 if i % 2 else 0.0, i) for i in range(NUM_STREAMS)]
+        return [Stream(asked(text)) for text in FREE]
+    if workload == "structured":
+        grammar = await engine.compile_grammar(GrammarSpec("json_schema", json.dumps(SCHEMA)), "schema")
+        return [Stream(asked(text), 0.7, 5, grammar) for text in FORM]
+    return [Stream(asked(FREE[i % len(FREE)]), 0.8 if i % 2 else 0.0, i) for i in range(NUM_STREAMS)]
 
 
 async def _generate(engine: Engine, stream: Stream, request_id: str, num_tokens: int) -> None:
@@ -145,6 +238,14 @@ async def _generate(engine: Engine, stream: Stream, request_id: str, num_tokens:
         if delta.finish_reason is not None:
             done.set()
 
-    params = SamplingParams(max_tokens=num_tokens, temperature=stream.temperature, seed=stream.seed)
-    engine.submit(GenerationRequest(request_id=request_id, prompt_token_ids=stream.prompt, params=params), sink)
+    stops = engine.spec.eos_token_ids if stream.grammar is not None else ()
+    params = SamplingParams(
+        max_tokens=num_tokens, temperature=stream.temperature, seed=stream.seed, stop_token_ids=tuple(stops)
+    )
+    engine.submit(
+        GenerationRequest(
+            request_id=request_id, prompt_token_ids=stream.prompt, params=params, grammar=stream.grammar
+        ),
+        sink,
+    )
     await done.wait()
