@@ -60,9 +60,27 @@ def one_system_prompt(chance: random.Random) -> Trace:
         yield shared + _prefix(number + 1, chance.randint(1, 12))
 
 
+def talks_beside_scans(chance: random.Random) -> Trace:
+    """Conversations, and a batch job every now and then."""
+    scanned = 10**6
+    for number, keys in enumerate(conversations(chance)):
+        yield keys
+        if number % 300 == 299:
+            for _ in range(60):
+                scanned += 1
+                yield _prefix(scanned, 8)
+
+
 TRACES: dict[str, Callable[[random.Random], Trace]] = {
     trace.__name__: trace
-    for trace in (conversations, popular_documents, polluted_by_scans, shifting_favourites, one_system_prompt)
+    for trace in (
+        conversations,
+        popular_documents,
+        polluted_by_scans,
+        shifting_favourites,
+        one_system_prompt,
+        talks_beside_scans,
+    )
 }
 
 
@@ -80,6 +98,7 @@ def hit_ratio(trace: Trace, policy: str, capacity: int = CAPACITY) -> float:
         plan = index.prepare_store(keys[found:])
         assert plan is not None, "a trace's request is longer than the tier"
         index.complete_store(plan.keys, plan.slots, success=True)
+        index.order(keys)
     return hits / asked
 
 

@@ -59,7 +59,7 @@ def measure(options: Options) -> Measurement:
         "itl_p99_ratio_during_transfers": round(percentile(gaps["cpu"], 99) / percentile(gaps["roomy"], 99), 3),
         "hit_ratio_lru": float(polluted["lru"]),
         "hit_ratio_arc": float(polluted["arc"]),
-        "arc_worst_difference": round(min(float(row["arc"]) - float(row["lru"]) for row in traces), 4),
+        "arc_worst_relative": round(min(float(row["arc"]) / float(row["lru"]) for row in traces) - 1, 4),
     }
     samples = {f"ttft_s_{kind}": values for kind, values in ttft.items()}
     samples |= {f"gap_s_{kind}": values for kind, values in gaps.items()}

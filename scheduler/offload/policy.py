@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Protocol
 
 from slipring.scheduler.offload.key import OffloadKey
@@ -89,6 +89,11 @@ class Arc:
     A ghost that is stored again says which of the two lists was too short; `target` is the length that `recent`
     should have. A scan of keys that nobody asks for again thus flows through `recent` and leaves `frequent` alone.
     Where `recent` has nothing to give, `frequent` gives, and the other way round.
+
+    One thing is not in the paper, which knows no prefixes: a key that alone continues one of `frequent` is frequent
+    itself from the end of its request on. Or else the last turn of every conversation would have to stand in line
+    with what nobody asks for again, beside a head that is of little use without it. Where prefixes fork (a system
+    prompt, then anything) nothing is inherited.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -97,6 +102,8 @@ class Arc:
         self._frequent: _Order = OrderedDict()
         self._recent_ghosts: _Order = OrderedDict()
         self._frequent_ghosts: _Order = OrderedDict()
+        self._continued_by: dict[OffloadKey, OffloadKey | None] = {}
+        """Of keys that are here: the one that came next in every prefix that was seen; None where they differ."""
         self.target = 0.0
 
     def insert(self, keys: Sequence[OffloadKey]) -> None:
@@ -122,6 +129,9 @@ class Arc:
             self._reuse(key)
 
     def order(self, keys: Sequence[OffloadKey]) -> None:
+        for parent, key in pairwise(keys):
+            if self._goes_on_with(parent, key) and parent in self._frequent and key in self._recent:
+                self._reuse(key)
         for key in reversed(keys):
             for order in (self._recent, self._frequent):
                 if key in order:
@@ -130,6 +140,7 @@ class Arc:
     def remove(self, key: OffloadKey) -> None:
         for order in (self._recent, self._frequent, self._recent_ghosts, self._frequent_ghosts):
             order.pop(key, None)
+        self._continued_by.pop(key, None)
 
     def evict(self, count: int, may_go: MayGo) -> list[OffloadKey] | None:
         recent, frequent = filter(may_go, self._recent), filter(may_go, self._frequent)
@@ -153,7 +164,17 @@ class Arc:
     def clear(self) -> None:
         for order in (self._recent, self._frequent, self._recent_ghosts, self._frequent_ghosts):
             order.clear()
+        self._continued_by.clear()
         self.target = 0.0
+
+    def _goes_on_with(self, parent: OffloadKey, key: OffloadKey) -> bool:
+        """Note that `key` came after `parent`; whether nothing else ever did."""
+        if parent not in self._recent and parent not in self._frequent:
+            return False
+        if self._continued_by.setdefault(parent, key) == key:
+            return True
+        self._continued_by[parent] = None
+        return False
 
     def _reuse(self, key: OffloadKey) -> None:
         if key in self._recent:
@@ -163,6 +184,7 @@ class Arc:
             self._frequent.move_to_end(key)
 
     def _give_up(self, key: OffloadKey) -> None:
+        self._continued_by.pop(key, None)
         if key in self._recent:
             del self._recent[key]
             self._recent_ghosts[key] = None

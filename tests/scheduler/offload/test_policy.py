@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perf.tier_traces import TRACES, hit_ratio
 from slipring.scheduler.offload.key import OffloadKey, group_of, hash_of, offload_key
 from slipring.scheduler.offload.policy import POLICIES, Arc, Lru
 
@@ -78,18 +80,44 @@ def test_arc_falls_back_to_the_other_list() -> None:
     assert numbers(policy.evict(1, anything)) == [1]
 
 
+def test_arc_counts_what_alone_continues_a_frequent_prefix_as_frequent() -> None:
+    def turn(policy: Arc, *prefix: int, found: int) -> None:
+        keys = [key(number) for number in prefix]
+        policy.touch(keys[:found])
+        policy.insert(keys[found:])
+        policy.order(keys)
+
+    policy = Arc(8)
+    turn(policy, 1, found=0)
+    turn(policy, 1, 2, found=1)
+    turn(policy, 3, found=0)
+    assert numbers(policy.evict(1, anything)) == [3], "2 is younger than 3, but not what a scan would leave behind"
+    turn(policy, 1, 4, found=1)
+    turn(policy, 5, found=0)
+    assert numbers(policy.evict(1, anything)) == [4], "1 forks: what follows it must earn its place"
+    assert numbers(policy.evict(3, anything)) == [5, 2, 1]
+
+
+@pytest.mark.parametrize("trace", ["conversations", "polluted_by_scans"])
+def test_arc_beats_lru_where_scans_pollute_and_loses_little_elsewhere(trace: str) -> None:
+    lru, arc = (hit_ratio(TRACES[trace](random.Random(0)), policy) for policy in ("lru", "arc"))
+    assert arc > (1.3 if trace == "polluted_by_scans" else 0.98) * lru
+
+
 @pytest.mark.parametrize("name", POLICIES)
 @given(data=st.data())
 def test_evict_is_all_or_nothing_and_takes_only_what_may_go(name: str, data: st.DataObject) -> None:
     capacity = data.draw(st.integers(1, 10))
     policy, known = POLICIES[name](capacity), set()
     for _ in range(data.draw(st.integers(0, 30))):
-        operation, number = data.draw(st.tuples(st.sampled_from("itre"), st.integers(0, 14)))
+        operation, number = data.draw(st.tuples(st.sampled_from("itreo"), st.integers(0, 14)))
         if operation == "i" and (number in known or len(known) < capacity):
             policy.insert([key(number)])
             known.add(number)
         elif operation == "t":
             policy.touch([key(number)])
+        elif operation == "o":
+            policy.order([key(number), key(number // 2), key(0)])
         elif operation == "r":
             policy.remove(key(number))
             known.discard(number)
