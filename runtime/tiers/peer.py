@@ -7,8 +7,8 @@ One connection is one session; every number is little-endian:
     client  u32 LOOKUP, u32 n, n keys                  server  u32: how many of the leading keys it has
     client  u32 FETCH, u32 1, key                      server  u32 1, header (`store.py`), page; or u32 0: no such page
 
-Nothing is leased: a page is copied to the socket the moment it is asked for, on the loop, so its slot is free again
-before the client has read a byte. Whoever reads slowly is cut off (`_PATIENCE_S`), and a page that is not what was
+Nothing is leased: a page is copied and sealed in a thread the moment it is asked for, so its slot is free again before
+the client has read a byte. Whoever reads slowly is cut off (`_PATIENCE_S`), and a page that is not what was
 stored does not pass the client's digest. The server trusts its network, as a cache does: bind it to a private one.
 """
 
@@ -95,7 +95,7 @@ class PeerServer:
         if kind == _LOOKUP:
             writer.write(_U32.pack(self._count_prefix(keys)))
         else:
-            self._give(keys[0], writer)
+            await self._give(keys[0], writer)
         await writer.drain()
 
     def _count_prefix(self, keys: Sequence[OffloadKey]) -> int:
@@ -104,17 +104,24 @@ class PeerServer:
                 return count
         return len(keys)
 
-    def _give(self, key: OffloadKey, writer: asyncio.StreamWriter) -> None:
+    async def _give(self, key: OffloadKey, writer: asyncio.StreamWriter) -> None:
         if self._index.lookup(key) is not Lookup.HIT:
             writer.write(_U32.pack(0))
             return
         slots = self._index.prepare_load([key])
-        page = bytes(self._slots[slots[0]])
-        self._index.complete_load([key], slots)
+        try:
+            header, page = await asyncio.to_thread(self._sealed, key, slots[0])
+        finally:
+            self._index.complete_load([key], slots)
         self._index.touch([key])
         self.served_bytes += len(page)
-        writer.write(_U32.pack(1) + seal(key, self._identity, memoryview(page)))
+        writer.write(_U32.pack(1) + header)
         writer.write(page)
+
+    def _sealed(self, key: OffloadKey, slot: int) -> tuple[bytes, bytes]:
+        """A pinned slot's (header, page)."""
+        page = bytes(self._slots[slot])
+        return seal(key, self._identity, memoryview(page)), page
 
 
 class PeerStore:
@@ -202,5 +209,3 @@ def _receive_u32(session: socket.socket) -> int:
     data = bytearray(_U32.size)
     _receive(session, memoryview(data))
     return _U32.unpack(data)[0]
-
-

@@ -4,79 +4,20 @@ of an engine without tiers, and no client sees an error."""
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import random
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 
-from slipring.runtime.config import EngineConfig
 from slipring.runtime.engine import Engine, StartupError
-from slipring.runtime.request import Delta, GenerationRequest
+from slipring.runtime.request import GenerationRequest
 from slipring.shm.params import SamplingParams
+from tests.e2e.tier_rig import POOL, Answer, ask, finished, settled, started, tiers
 from tests.runtime.tiers.test_object_store import S3Server
-
-BLOCK = 4
-BLOCK_BYTES = 737_280 // 4
-"""Of SmolLM2-135M in float32, with blocks of 4."""
-POOL = {"block_size": BLOCK, "num_gpu_blocks_override": 40}
-"""160 tokens: a conversation or two."""
-
-
-def tiers(num_slots: int, *slow: dict[str, Any], **extra: Any) -> dict[str, str]:
-    keys = {"cpu_bytes_to_use": num_slots * BLOCK_BYTES, "secondary_tiers": list(slow)} | extra
-    return {"kv_transfer_config": json.dumps({"kv_connector_extra_config": keys})}
-
-
-@dataclass
-class Answer:
-    tokens: list[int] = field(default_factory=list)
-    num_cached: int = 0
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def sink(self, delta: Delta) -> None:
-        self.tokens += delta.token_ids
-        self.num_cached = max(self.num_cached, delta.num_cached_tokens)
-        if delta.finish_reason is not None:
-            assert delta.finish_reason in ("stop", "length"), delta
-            self.done.set()
-
-
-def ask(engine: Engine, name: str, prompt: list[int], max_tokens: int = 4, seed: int | None = None) -> Answer:
-    answer = Answer()
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0 if seed is None else 0.8, seed=seed or 0)
-    engine.submit(GenerationRequest(request_id=name, prompt_token_ids=prompt, params=params), answer.sink)
-    return answer
-
-
-async def finished(answer: Answer) -> list[int]:
-    await asyncio.wait_for(answer.done.wait(), 120)
-    return answer.tokens
-
-
-async def started(**settings: Any) -> Engine:
-    options = {"max_num_seqs": 16, "debug_integrity": True, "max_model_len": 160} | settings
-    engine = Engine(EngineConfig(model="smollm2", dtype="float32", **options))
-    await engine.start()
-    return engine
-
-
-async def settled(engine: Engine) -> None:
-    """Every block and every slot is free of users."""
-    for _ in range(300):
-        stats = engine.stats()
-        pinned = stats.tiers.num_pinned if stats.tiers is not None else 0
-        if stats.num_free_blocks == stats.num_blocks and not pinned:
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"{stats.num_blocks - stats.num_free_blocks} blocks, {pinned} slots are still held")
-
 
 PROMPT = [100 + 7 * number for number in range(61)]
 CROWD = [[3000 + 40 * other + number for number in range(60)] for other in range(4)]
@@ -189,9 +130,7 @@ def test_a_restart_finds_its_files(tmp_path: Path, expected: list[int]) -> None:
     assert uvloop.run(launch(1)) == 60
 
 
-def test_a_slow_disk_is_not_waited_for(
-    tmp_path: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_disk_is_not_waited_for(tmp_path: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
     from slipring.runtime.tiers.file_store import FileStore
@@ -255,7 +194,8 @@ def test_a_killed_workers_blocks_come_back_from_the_tier(expected: list[int]) ->
             await asyncio.sleep(0.1)
             again = ask(engine, "again", PROMPT, 8)
             assert await finished(again) == expected
-            assert again.num_cached == 60 and engine.stats().tiers.device.loaded_blocks >= 15
+            stats = engine.stats().tiers
+            assert again.num_cached == 60 and stats is not None and stats.device.loaded_blocks >= 15
             await settled(engine)
         finally:
             await engine.stop()
@@ -314,80 +254,3 @@ def test_tiers_that_cannot_be_had_are_told_at_the_start(tmp_path: Path) -> None:
     ):
         with pytest.raises(StartupError, match=words):
             uvloop.run(started(**POOL, **settings))
-
-
-NUM_TALKS, NUM_TURNS = 8, 5
-
-
-async def talk_all(seed: int, num_talks: int = NUM_TALKS, **settings: Any) -> tuple[list[list[int]], Any]:
-    """Conversations that arrive in a jumble: shared and own prefixes, greedy and seeded, some abandoned."""
-    chance = random.Random(seed)
-    engine = await started(**POOL, **settings)
-    try:
-        shared = [chance.randrange(100, 40_000) for _ in range(24)]
-        history = [
-            (shared if talk % 2 else []) + [chance.randrange(100, 40_000) for _ in range(8)]
-            for talk in range(num_talks)
-        ]
-        answers = []
-        for turn in range(NUM_TURNS):
-            asked = []
-            for talk in range(num_talks):
-                history[talk] += [chance.randrange(100, 40_000) for _ in range(chance.randint(6, 14))]
-                seeded = talk if talk % 3 == 0 else None
-                asked.append(ask(engine, f"{turn}-{talk}", history[talk], 4, seeded))
-                if talk % 4 == 1:
-                    ask(engine, f"gone-{turn}-{talk}", history[talk] + [7], 4)
-                    engine.abort(f"gone-{turn}-{talk}")
-            for talk, answer in enumerate(asked):
-                history[talk] += await finished(answer)
-            answers += [answer.tokens for answer in asked]
-        await settled(engine)
-        return answers, engine.stats()
-    finally:
-        await engine.stop()
-
-
-@pytest.fixture(scope="module")
-def talked() -> list[list[int]]:
-    return uvloop.run(talk_all(3, async_scheduling=False))[0]
-
-
-@pytest.mark.parametrize(("kind", "depth_two"), [("fs", True), ("arc", False)])
-def test_conversations_say_the_same_with_tiers(
-    tmp_path: Path, talked: list[list[int]], kind: str, depth_two: bool
-) -> None:
-    settings = {
-        "arc": tiers(60, eviction_policy="arc"),
-        "fs": tiers(48, {"type": "fs", "root_dir": str(tmp_path), "quota_bytes": 100 << 20}),
-    }[kind]
-    answers, stats = uvloop.run(talk_all(3, async_scheduling=depth_two, **settings))
-    assert answers == talked
-    assert stats.tiers.device.loaded_blocks > 0 and stats.num_preemptions + stats.tiers.tiers.queries > 0
-    if kind == "fs":
-        assert stats.tiers.tiers.promoted > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("speculation", [None, '{"method": "ngram", "num_speculative_tokens": 3}'], ids=["", "drafts"])
-@pytest.mark.parametrize("depth_two", [True, False], ids=["depth 2", "depth 1"])
-@pytest.mark.parametrize("kind", ["cpu", "fs", "obj"])
-def test_200_requests_say_the_same_with_every_tier(
-    tmp_path: Path, kind: str, depth_two: bool, speculation: str | None
-) -> None:
-    s3 = S3Server() if kind == "obj" else None
-    try:
-        slow: list[dict[str, Any]] = []
-        if kind == "fs":
-            slow = [{"type": "fs", "root_dir": str(tmp_path), "quota_bytes": 300 << 20}]
-        if s3 is not None:
-            keys = {"endpoint_override": s3.url, "access_key_id": "a", "secret_access_key": "b"}
-            slow = [{"type": "obj", "store_config": {"bucket": "pages", **keys}}]
-        settings = {"async_scheduling": depth_two, "speculative_config": speculation}
-        plain, _ = uvloop.run(talk_all(5, 40, **settings))
-        answers, stats = uvloop.run(talk_all(5, 40, **settings, **tiers(80 if slow else 900, *slow)))
-    finally:
-        if s3 is not None:
-            s3.close()
-    assert len(answers) == 200 and answers == plain
-    assert stats.tiers.device.loaded_blocks > 0 and (not slow or stats.tiers.tiers.promoted > 0)
