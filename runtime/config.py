@@ -11,7 +11,13 @@ import re
 
 import msgspec
 
-from slipring.runtime.speculation import SpeculationError, draft_widths, parse_speculation, worker_speculation
+from slipring.runtime.speculation import (
+    SpeculationError,
+    draft_depth,
+    draft_widths,
+    parse_speculation,
+    worker_speculation,
+)
 from slipring.runtime.tiers.config import KvTransferConfig, of_size, parse
 from slipring.scheduler.config import SchedulerConfig
 from slipring.shm.memory import available_bytes
@@ -101,6 +107,8 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The replica that this is for."""
     num_blocks: int | None = None
     """Of a replica's KV pool; None until it was told, or its first worker has said."""
+    draft_depth: int = 0
+    """How many drafts of a row may be accepted in one step: fewer than `max_draft` where they branch."""
     draft_widths: tuple[int, ...] = ()
     """Drafts of a row by the number of decode rows."""
     speculation: SpeculationSpec | None = None
@@ -139,6 +147,7 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
             num_rows=self.num_rows,
             max_model_len=self.max_model_len,
             max_draft=self.max_draft,
+            draft_depth=self.draft_depth,
             draft_widths=self.draft_widths,
             enable_prefix_caching=self.user.enable_prefix_caching,
             policy=self.user.scheduling_policy,
@@ -162,7 +171,11 @@ def _with_speculation(resolved: ResolvedConfig, text: str) -> ResolvedConfig:
     if resolved.device != "cpu":
         raise ConfigError(f"--speculative-config works on the CPU so far, not on {resolved.device}: leave it out")
     return msgspec.structs.replace(
-        resolved, max_draft=max(widths), draft_widths=widths, speculation=worker_speculation(speculation)
+        resolved,
+        max_draft=max(widths),
+        draft_depth=min(draft_depth(speculation), max(widths)),
+        draft_widths=widths,
+        speculation=worker_speculation(speculation),
     )
 
 

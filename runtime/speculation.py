@@ -12,13 +12,16 @@ from pathlib import Path
 
 import msgspec
 
+from slipring.runtime.draft_tree import MAX_NODES, parse_tree
 from slipring.shm.spec import SpeculationSpec
 
 METHODS = ("ngram", "suffix", "grammar", "eagle")
+TREES, FIXED_TREES = ("ngram", "eagle"), ("eagle",)
+"""Methods that may draft trees, and those that may be given one."""
 MAX_DRAFT = 32
-"""Most drafts of a row in one step."""
+"""Longest chain of drafts of a row in one step."""
 _DEFAULT_DRAFT, _FORCED_DRAFT = 5, 16
-_DEFAULT_RANGES = ((1, 8, MAX_DRAFT), (9, 32, 2), (33, 33, 0))
+_DEFAULT_RANGES = ((1, 8, MAX_NODES), (9, 32, 2), (33, 33, 0))
 """Drafts by the number of decode rows when none are given. A CPU's step costs by its tokens from a few dozen on."""
 _KEYS_OF = {"prompt_lookup": "ngram", "suffix_decoding": "suffix"}
 """Beginnings of keys that mean something to one method alone."""
@@ -39,6 +42,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     num_speculative_tokens: int | None = None
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] | None = None
     """(least rows, most rows, drafts), both inclusive; what lies between and after them goes on as before it."""
+    num_draft_tree_tokens: int | None = None
+    """Most drafts of a row in one step, when they may branch; not vLLM's. `num_speculative_tokens` is their depth."""
+    speculative_token_tree: str | list[list[int]] | None = None
+    """See `draft_tree.py`."""
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     suffix_decoding_max_tree_depth: int = 24
@@ -70,7 +77,7 @@ def parse_speculation(text: str) -> SpeculativeConfig:
 
 def draft_widths(config: SpeculativeConfig, max_num_seqs: int) -> tuple[int, ...]:
     """[max_num_seqs + 1]: drafts of a row by the number of decode rows. Raises SpeculationError."""
-    most = config.num_speculative_tokens or _default_draft(config)
+    most = _num_drafts(config)
     ranges = config.num_speculative_tokens_per_batch_size
     if ranges is None:
         ranges = _DEFAULT_RANGES
@@ -96,6 +103,8 @@ def worker_speculation(config: SpeculativeConfig) -> SpeculationSpec:
     return SpeculationSpec(
         method=config.method or "",
         model=config.model,
+        tree_depth=draft_depth(config) if _num_drafts(config) > draft_depth(config) else None,
+        token_tree=_fixed_tree(config),
         prompt_lookup_min=low if low is not None else high or 0,
         prompt_lookup_max=high if high is not None else low or 0,
         suffix_depth=config.suffix_decoding_max_tree_depth,
@@ -103,6 +112,23 @@ def worker_speculation(config: SpeculativeConfig) -> SpeculationSpec:
         suffix_factor=config.suffix_decoding_max_spec_factor,
         suffix_token_prob=config.suffix_decoding_min_token_prob,
     )
+
+
+def draft_depth(config: SpeculativeConfig) -> int:
+    """Most drafts of a row that can be accepted in one step."""
+    if tree := _fixed_tree(config):
+        return len(tree[-1])
+    return config.num_speculative_tokens or _default_draft(config)
+
+
+def _num_drafts(config: SpeculativeConfig) -> int:
+    """Most drafts of a row in one step."""
+    return config.num_draft_tree_tokens or len(_fixed_tree(config)) or draft_depth(config)
+
+
+def _fixed_tree(config: SpeculativeConfig) -> tuple[tuple[int, ...], ...]:
+    given = config.speculative_token_tree
+    return () if given is None else parse_tree(given)
 
 
 def _default_draft(config: SpeculativeConfig) -> int:
@@ -127,6 +153,7 @@ def _checked(config: SpeculativeConfig, given: Iterable[str]) -> SpeculativeConf
         if config.method != method and (keys := [key for key in given if key.startswith(begin)]):
             raise SpeculationError(f"{keys[0]} belongs to method {method}, not to {config.method}: leave it out")
     _check_suffix(config)
+    _check_tree(config)
     if config.method == "eagle" and not (config.model and Path(config.model, "model.safetensors").is_file()):
         raise SpeculationError(f"model must be the directory of a head (slipring train-draft); got {config.model!r}")
     low, high = config.prompt_lookup_min, config.prompt_lookup_max
@@ -136,6 +163,29 @@ def _checked(config: SpeculativeConfig, given: Iterable[str]) -> SpeculativeConf
     if low is not None and high is not None and low > high:
         raise SpeculationError(f"prompt_lookup_min ({low}) must not be above prompt_lookup_max ({high})")
     return config
+
+
+def _check_tree(config: SpeculativeConfig) -> None:
+    most, depth = config.num_draft_tree_tokens, config.num_speculative_tokens
+    if most is not None and config.method not in TREES:
+        raise SpeculationError(f"num_draft_tree_tokens is for {' and '.join(TREES)}, not for {config.method}")
+    if most is not None and not 1 <= most <= MAX_NODES:
+        raise SpeculationError(f"num_draft_tree_tokens must be from 1 to {MAX_NODES}, got {most}")
+    if config.speculative_token_tree is None:
+        return
+    if config.method not in FIXED_TREES:
+        raise SpeculationError(f"speculative_token_tree is for {' and '.join(FIXED_TREES)}, not for {config.method}")
+    if most is not None:
+        raise SpeculationError("num_draft_tree_tokens and speculative_token_tree exclude each other: give one of them")
+    try:
+        tree = _fixed_tree(config)
+    except ValueError as error:
+        raise SpeculationError(f"speculative_token_tree: {error}") from None
+    if depth not in (None, len(tree), len(tree[-1])):
+        raise SpeculationError(
+            f"num_speculative_tokens is {depth}, but speculative_token_tree has {len(tree)} drafts, "
+            f"{len(tree[-1])} deep: leave it out"
+        )
 
 
 def _check_suffix(config: SpeculativeConfig) -> None:

@@ -17,13 +17,13 @@ from slipring.shm.wire import StepOutputView
 
 
 class AcceptedRuns:
-    def __init__(self, live: LiveRows, decode: DecodeRows, counters: Counters, max_draft: int) -> None:
+    def __init__(self, live: LiveRows, decode: DecodeRows, counters: Counters, max_draft: int, depth: int) -> None:
+        """`max_draft`: drafts of a row in one step; `depth`: most of them that are expected to be accepted."""
         self._live = live
         self._decode = decode
         self._counters = counters
         self._width = 1 + max_draft
-        missing = max_draft - len(counters.num_accepted_per_position)
-        counters.num_accepted_per_position += [0] * missing
+        counters.count_to(depth)
 
     def take(
         self, step: Step, view: StepOutputView, entries: NDArray[np.intp] | slice, rows: Int32Array
@@ -57,7 +57,9 @@ class AcceptedRuns:
         counters = self._counters
         counters.num_drafts += int((verified > 0).sum())
         counters.num_draft_tokens += int(verified.sum())
-        for position in range(int(accepted.max(initial=0))):
+        deepest = int(accepted.max(initial=0))
+        counters.count_to(deepest)
+        for position in range(deepest):
             counters.num_accepted_per_position[position] += int((accepted > position).sum())
 
     def _cut_at_stops(self, requests: list[Request], drawn: Int32Array, counts: Int32Array) -> None:

@@ -20,6 +20,8 @@ class SchedulerConfig:
     max_model_len: int
     max_draft: int = 0
     """Most drafts of a row in one step; 0: no speculation."""
+    draft_depth: int = 0
+    """How many of them are expected to be accepted at most; 0: all."""
     draft_widths: tuple[int, ...] = ()
     """[max_num_seqs + 1]: drafts of a row by the number of decode rows; empty: `max_draft` for any number."""
     enable_prefix_caching: bool = True
@@ -31,6 +33,8 @@ class SchedulerConfig:
     """Most prompt tokens in a step that also decodes, so that decode rows never stall for long."""
 
     def __post_init__(self) -> None:
+        if not self.draft_depth:
+            object.__setattr__(self, "draft_depth", self.max_draft)
         if not self.draft_widths:
             object.__setattr__(self, "draft_widths", (self.max_draft,) * (self.max_num_seqs + 1))
         if self.max_num_batched_tokens < self.max_num_seqs:

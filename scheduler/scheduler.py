@@ -89,7 +89,7 @@ class Scheduler:
         self._live = LiveRows(config, table, self.pool, vocab_size, self.offload)
         self._look_ahead = _LOOK_AHEAD + 2 * config.max_draft
         self._look_every = _LOOK_EVERY + 2 * config.max_draft
-        self._runs = AcceptedRuns(self._live, self.decode, self.counters, config.max_draft)
+        self._runs = AcceptedRuns(self._live, self.decode, self.counters, config.max_draft, config.draft_depth)
         self._decode_flags = _DECODE_FLAGS | (int(StepFlag.UPPER_BOUND) if config.max_draft else 0)
 
     # --- requests come and go -------------------------------------------------------------------------------

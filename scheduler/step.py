@@ -109,4 +109,8 @@ class Counters:
     """Times that drafts were verified for a row."""
     num_draft_tokens: int = 0
     num_accepted_per_position: list[int] = field(default_factory=list)
-    """Accepted drafts by their place in the chain."""
+    """Accepted drafts by how many were accepted before them."""
+
+    def count_to(self, depth: int) -> None:
+        """Accepted drafts are counted by place, at least up to this one."""
+        self.num_accepted_per_position += [0] * (depth - len(self.num_accepted_per_position))

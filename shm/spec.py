@@ -97,6 +97,10 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One of `runtime.speculation.METHODS`."""
     model: str | None = None
     """eagle: the head's directory."""
+    tree_depth: int | None = None
+    """Most drafts of a row that follow each other, where they branch; None: chains."""
+    token_tree: tuple[tuple[int, ...], ...] = ()
+    """The tree that is always drafted, as paths of ranks, shorter ones first; empty: whatever fits best."""
     prompt_lookup_min: int = 0
     prompt_lookup_max: int = 0
     """ngram: sizes of the n-grams that are looked up."""

@@ -26,6 +26,7 @@ WORDS = TEXT.split()
 NUM_STREAMS = 64
 NGRAM = """{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3,
  "num_speculative_tokens_per_batch_size": [[1, 64, 4]]}"""
+TREES = NGRAM.replace("64, 4", "64, 12").replace(': 4,', ': 4, "num_draft_tree_tokens": 12,')
 SMALL_POOL = {"block_size": 4, "num_gpu_blocks_override": 64}
 """256 tokens: the longest stream fits alone, and little beside it."""
 
@@ -150,13 +151,16 @@ def test_64_streams_give_what_each_gives_alone(
 
 
 @pytest.mark.parametrize(
-    ("depth_two", "pool"), [(True, SMALL_POOL), (False, {})], ids=["depth 2, preempting", "depth 1, roomy"]
+    ("drafts", "depth_two", "pool"),
+    [(NGRAM, True, SMALL_POOL), (NGRAM, False, {}), (TREES, True, SMALL_POOL), (TREES, False, {})],
+    ids=["chains, depth 2, preempting", "chains, depth 1", "trees, depth 2, preempting", "trees, depth 1"],
 )
 def test_64_streams_with_drafts_give_what_each_gives_alone_without(
-    alone: list[Stream], depth_two: bool, pool: dict[str, int]
+    alone: list[Stream], drafts: str, depth_two: bool, pool: dict[str, int]
 ) -> None:
-    got, stats = uvloop.run(tokens_of(at_once=True, async_scheduling=depth_two, speculative_config=NGRAM, **pool))
+    got, stats = uvloop.run(tokens_of(at_once=True, async_scheduling=depth_two, speculative_config=drafts, **pool))
     assert_equal(got, alone)
     assert (stats.num_preemptions > 0) == bool(pool)
     assert stats.prefix_cache_hits > 0
     assert stats.num_drafts > 10 and 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert len(stats.num_accepted_per_position or ()) == 4

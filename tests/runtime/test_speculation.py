@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from slipring.runtime.speculation import SpeculationError, draft_widths, parse_speculation, worker_speculation
+from slipring.runtime.speculation import (
+    SpeculationError,
+    draft_depth,
+    draft_widths,
+    parse_speculation,
+    worker_speculation,
+)
 
 
 def test_defaults_and_vllms_rules_for_the_sizes() -> None:
@@ -67,3 +75,57 @@ def test_widths_by_batch_size() -> None:
 def test_what_is_wrong_is_named(text: str, words: str) -> None:
     with pytest.raises(SpeculationError, match=words):
         parse_speculation(text)
+
+
+def test_trees() -> None:
+    given = parse_speculation('{"method": "ngram", "num_speculative_tokens": 4, "num_draft_tree_tokens": 12}')
+    assert draft_widths(given, 3) == (0, 12, 12, 12) and draft_depth(given) == 4
+    assert worker_speculation(given).tree_depth == 4
+    assert worker_speculation(parse_speculation('{"method": "ngram", "num_speculative_tokens": 4}')).tree_depth is None
+
+
+@pytest.mark.parametrize("tree", ["[[0, 0], [1], [0]]", '"[(1,), (0,), (0, 0)]"'], ids=["a list", "vLLM's string"])
+def test_a_fixed_tree(tmp_path: Path, tree: str) -> None:
+    (tmp_path / "model.safetensors").touch()
+    text = f'{{"method": "eagle", "model": "{tmp_path}", "speculative_token_tree": {tree}%s}}'
+    given = parse_speculation(text % "")
+    assert worker_speculation(given).token_tree == ((0,), (1,), (0, 0))
+    assert draft_widths(given, 1) == (0, 3) and draft_depth(given) == 2
+    for number in (2, 3):  # its depth, or, as vLLM counts, its drafts
+        assert parse_speculation(text % f', "num_speculative_tokens": {number}')
+    with pytest.raises(SpeculationError, match="num_speculative_tokens is 4"):
+        parse_speculation(text % ', "num_speculative_tokens": 4')
+    with pytest.raises(SpeculationError, match="exclude each other"):
+        parse_speculation(text % ', "num_draft_tree_tokens": 4')
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ("[]", "must be a list of paths"),
+        ('"[(0,)"', "cannot be read"),
+        ('"5"', "must be a list of paths"),
+        ("[[0], []]", "is no path"),
+        ("[[0], [-1]]", "is no path"),
+        ("[[0], [0]]", "twice"),
+        ("[[0], [1, 0]]", r"has no parent: add \[1\]"),
+        (str([[i] for i in range(32)] + [[0, i] for i in range(31)]), "at most 62"),
+    ],
+)
+def test_what_is_wrong_with_a_tree_is_named(tmp_path: Path, tree: str, words: str) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(SpeculationError, match=f"speculative_token_tree.*{words}"):
+        parse_speculation(f'{{"method": "eagle", "model": "{tmp_path}", "speculative_token_tree": {tree}}}')
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ('"method": "suffix", "num_draft_tree_tokens": 9', "num_draft_tree_tokens is for ngram and eagle"),
+        ('"method": "ngram", "num_draft_tree_tokens": 63', "num_draft_tree_tokens must be from 1 to 62"),
+        ('"method": "ngram", "speculative_token_tree": [[0]]', "speculative_token_tree is for eagle"),
+    ],
+)
+def test_trees_where_there_are_none(keys: str, words: str) -> None:
+    with pytest.raises(SpeculationError, match=words):
+        parse_speculation(f"{{{keys}}}")

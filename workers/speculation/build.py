@@ -33,7 +33,7 @@ def build_proposer(config: WorkerConfig, runner: Runner, constraints: Constraint
     sizes = [size for size in _SIZES if size <= max(2, min(most, room))]
     costs = StepCosts(sizes, runner.decode_costs(sizes))
     proposer = _proposer(config, runner)
-    adaptive = AdaptiveProposer(proposer, costs, config.num_rows)
+    adaptive = AdaptiveProposer(proposer, costs, config.num_rows, config.speculation.tree_depth)
     return GrammarProposer(constraints, adaptive, proposer if proposer.is_free else None, config.num_rows)
 
 
@@ -43,7 +43,7 @@ def _proposer(config: WorkerConfig, runner: Runner) -> Proposer:
     if spec.method == "grammar":
         return NullProposer()
     if spec.method == "ngram":
-        return NgramProposer(config.num_rows, spec.prompt_lookup_min, spec.prompt_lookup_max)
+        return NgramProposer(config.num_rows, spec.prompt_lookup_min, spec.prompt_lookup_max, spec.tree_depth)
     if spec.method == "suffix":
         limits = Limits(spec.suffix_depth, spec.suffix_factor, spec.suffix_token_prob)
         return SuffixProposer(config.num_rows, limits, spec.suffix_requests)

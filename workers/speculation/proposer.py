@@ -28,8 +28,7 @@ IntArray = NDArray[np.int64]
 class Drafts:
     """Guesses for each decode entry of a step: a tree that hangs below the row's last token, or a chain.
 
-    A draft stands behind the one that it follows, so the first n of a tree are a tree. Best first, then: what is
-    taken of an entry's drafts is always their beginning.
+    A draft stands behind the one that it follows, so the first n of a tree are a tree.
     """
 
     tokens: IntArray
@@ -40,7 +39,8 @@ class Drafts:
     """[D, K]: index of the draft that each one follows, -1: the row's last token; always below its own index, also
     beyond num[i]. None: chains, where each follows the one before it."""
     worth: NDArray[np.float64] | None = None
-    """[D, K]: the chance that a draft is accepted, as far as the proposer can tell; falling. None: it cannot."""
+    """[D, K]: the chance that a draft is accepted, as far as the proposer can tell: never more than that of the one
+    that it follows. None: it cannot tell."""
 
     @classmethod
     def none(cls, num_entries: int, width: int = 0) -> Drafts:
@@ -56,6 +56,17 @@ class Drafts:
             parents = parents if forks.any() else None
         worth = None if self.worth is None else self.worth[:, :width]
         return Drafts(self.tokens[:, :width], num, parents, worth)
+
+    def keep(self, kept: NDArray[np.bool_]) -> Drafts:
+        """Those of [D, K] alone; whoever is kept, so is the draft that it follows."""
+        num = kept.sum(1)
+        if self.parents is None:
+            return self.first(num)
+        order = np.argsort(~kept, 1, kind="stable")
+        index = np.concatenate((np.full((len(num), 1), -1), kept.cumsum(1) - 1), 1)  # of each draft afterwards
+        parents = np.take_along_axis(np.take_along_axis(index, self.parents + 1, 1), order, 1)
+        worth = None if self.worth is None else np.take_along_axis(self.worth, order, 1)
+        return Drafts(np.take_along_axis(self.tokens, order, 1), num, parents, worth).first(num)
 
     @property
     def follows(self) -> IntArray:

@@ -49,6 +49,20 @@ def lineage(parents: IntArray) -> IntArray:
     return found
 
 
+def ranks(parents: IntArray) -> IntArray:
+    """parents [D, K] as in `Drafts` -> [D, K]: how many children stand before each draft or one of its ancestors, each
+    among its own siblings."""
+    entries, width = parents.shape
+    found = np.zeros((entries, 1 + width), np.int64)
+    born = np.zeros((entries, 1 + width), np.int64)
+    entry = np.arange(entries)
+    for draft in range(width):
+        parent = parents[:, draft] + 1
+        found[:, draft + 1] = found[entry, parent] + born[entry, parent]
+        born[entry, parent] += 1
+    return found[:, 1:]
+
+
 def branches_of(start: IntArray, drafts: Drafts) -> Branches | None:
     """Of the drafts that entries verify which begin at start [D]; None for chains, which need no telling."""
     if drafts.parents is None:

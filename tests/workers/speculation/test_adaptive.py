@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slipring.workers.speculation.adaptive import AdaptiveProposer
 from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer
 from slipring.workers.speculation.step_costs import StepCosts
+from slipring.workers.speculation.tree import depths
 
 SIZES = (1, 2, 4, 8, 16, 64)
 FLAT = [0.010, 0.0102, 0.0106, 0.0114, 0.013, 0.022]
@@ -87,3 +90,86 @@ def test_costs_never_fall_with_more_tokens_and_grow_beyond_the_measured() -> Non
     costs = StepCosts((1, 2, 4), [0.02, 0.01, 0.03])
     assert (np.diff(costs.of(np.arange(1, 5))) >= 0).all()
     assert costs.of(np.array([8]))[0] == pytest.approx(0.06)
+
+
+class Branching(NullProposer):
+    """Two children of the last token, two behind the first of these, and one behind that one's second."""
+
+    PARENTS = np.array([-1, -1, 0, 0, 3])
+
+    def __init__(self, worth: list[float] | None = None) -> None:
+        self._worth = worth
+
+    def propose(self, rows: IntArray, most: IntArray) -> Drafts:
+        tokens, parents = np.tile(np.arange(5), (len(rows), 1)), np.tile(self.PARENTS, (len(rows), 1))
+        worth = None if self._worth is None else np.tile(np.array(self._worth), (len(rows), 1))
+        return Drafts(tokens, np.full(len(rows), 5), parents, worth)
+
+
+def test_of_a_tree_the_drafts_are_taken_that_are_worth_most() -> None:
+    costs = StepCosts(SIZES, [0.010, 0.0102, 0.0104, 0.060, 0.120, 0.480])  # up to four tokens cost next to nothing
+    proposer = AdaptiveProposer(Branching([0.7, 0.2, 0.05, 0.6, 0.5]), costs, num_rows=8, tree_depth=3)
+    proposer.admit(3, np.zeros(0, np.int32))
+    drafts = proposer.propose(np.array([3]), np.array([5]))
+    assert drafts.num.tolist() == [3]
+    assert drafts.tokens.tolist() == [[0, 3, 4]] and drafts.parents is None, "what is left of the tree is a chain"
+
+
+def test_a_tree_without_sayings_is_judged_by_depth_and_rank() -> None:
+    proposer = AdaptiveProposer(Branching(), StepCosts(SIZES, FLAT), num_rows=8, tree_depth=3)
+    proposer.admit(3, np.zeros(0, np.int32))
+    row = np.array([3])
+    drafts = Branching().propose(row, np.array([5]))
+    worth = proposer._worth(row, drafts, depths(drafts.follows)[:, 1:])
+    a = float(proposer.acceptance(row)[0])
+    assert worth[0] == pytest.approx([a, a * (1 - a), a * a, a * a * (1 - a), a**3 * (1 - a)])
+
+
+def test_sayings_are_corrected_by_what_comes_of_them() -> None:
+    """A proposer that promises too much is not believed for long."""
+    proposer = AdaptiveProposer(Branching([0.9, 0.9, 0.9, 0.9, 0.9]), StepCosts(SIZES, FLAT), 8, tree_depth=3)
+    proposer.admit(3, np.zeros(0, np.int32))
+    made = run(proposer, [3], [0.0], 100)[:, 0]
+    assert made[0] == 5 and made[-30:].mean() < 0.3
+
+
+class Slow(Eager):
+    """Takes so many seconds for each level of drafts, by its own clock."""
+
+    is_free = False
+
+    def __init__(self, seconds: float) -> None:
+        self._each, self.now = seconds, 0.0
+
+    def propose(self, rows: IntArray, most: IntArray) -> Drafts:
+        self.now += self._each * int(most.max())
+        return super().propose(rows, most)
+
+
+@pytest.mark.parametrize(("seconds", "many"), [(0.0001, True), (0.008, False)])
+def test_drafts_must_be_worth_the_time_that_they_take(seconds: float, many: bool) -> None:
+    slow = Slow(seconds)
+    proposer = AdaptiveProposer(slow, StepCosts(SIZES, FLAT), num_rows=8, clock=lambda: slow.now)
+    proposer.admit(3, np.zeros(0, np.int32))
+    made = run(proposer, [3], [0.7], 60)[10:].mean()
+    assert made > 2 if many else made < 0.5
+
+
+@given(data=st.data(), width=st.integers(1, 8), num_rows=st.integers(1, 3))
+def test_whatever_is_kept_of_a_tree_hangs_where_it_hung(data: st.DataObject, width: int, num_rows: int) -> None:
+    parents = np.array([[data.draw(st.integers(-1, i - 1)) for i in range(width)] for _ in range(num_rows)])
+    kept = np.zeros((num_rows, width), bool)
+    for row in range(num_rows):
+        for draft in range(width):
+            parent = parents[row, draft]
+            kept[row, draft] = (parent < 0 or kept[row, parent]) and data.draw(st.booleans())
+    drafts = Drafts(np.arange(num_rows * width).reshape(num_rows, width), np.full(num_rows, width), parents)
+    cut = drafts.keep(kept)
+    assert (cut.num == kept.sum(1)).all()
+    for row in range(num_rows):
+        old = [int(draft) for draft in np.flatnonzero(kept[row])]
+        num = len(old)
+        assert cut.tokens[row, :num].tolist() == drafts.tokens[row, old].tolist()
+        hung = [-1 if parents[row, draft] < 0 else old.index(int(parents[row, draft])) for draft in old]
+        assert cut.follows[row, :num].tolist() == hung
+    assert (cut.follows < np.arange(cut.tokens.shape[1])).all()

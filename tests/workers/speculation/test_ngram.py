@@ -36,9 +36,7 @@ def searched(tokens: list[int], least: int, most: int, count: int) -> list[int]:
     more=st.integers(0, 3),
     count=st.integers(1, 6),
 )
-def test_the_index_finds_what_a_search_finds(
-    tokens: list[int], prompt: int, least: int, more: int, count: int
-) -> None:
+def test_the_index_finds_what_a_search_finds(tokens: list[int], prompt: int, least: int, more: int, count: int) -> None:
     index = NgramIndex(tokens[:prompt], least, least + more)
     for token in tokens[prompt:]:
         assert index.propose(count) == searched(index.tokens, least, least + more, count)
@@ -64,3 +62,25 @@ def test_rows_do_not_share_and_a_new_admission_forgets() -> None:
     assert proposer.propose(np.array([1]), np.array([2])).tokens[0].tolist() == [6, 7]
     proposer.admit(1, np.array([1, 2, 3], np.int32))
     assert proposer.propose(np.array([1]), np.array([2])).num.tolist() == [0]
+
+
+@given(
+    tokens=st.lists(st.integers(0, 3), min_size=1, max_size=60),
+    least=st.integers(1, 3),
+    depth=st.integers(1, 4),
+    most=st.integers(1, 12),
+)
+def test_a_tree_holds_what_followed_earlier_places(tokens: list[int], least: int, depth: int, most: int) -> None:
+    found, parents = NgramIndex(tokens, least, 5).propose_tree(most, depth)
+    end, paths = tokens[len(tokens) - least :], list[tuple[int, ...]]()
+    for token, parent in zip(found, parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    places = [at for at in range(least, len(tokens)) if tokens[at - least : at] == end]
+    followed = {tuple((tokens[at:] * depth)[:depth]) for at in places[-ngram._CANDIDATES :]}
+    assert len(set(paths)) == len(paths) <= most, "no draft stands there twice"
+    assert all(any(path == begin[: len(path)] for begin in followed) for path in paths)
+    if len(paths) < most:
+        assert {path for path in paths if len(path) == depth} == followed
+    if paths:
+        chain = searched(tokens, least, 5, min(depth, most))
+        assert list(paths[len(chain) - 1]) == chain, "the likeliest continuation comes first"
