@@ -11,6 +11,7 @@ import re
 
 import msgspec
 
+from slipring.runtime.draft_model import resolve_draft_model
 from slipring.runtime.speculation import (
     SpeculationError,
     draft_depth,
@@ -166,6 +167,10 @@ def _with_speculation(resolved: ResolvedConfig, text: str) -> ResolvedConfig:
     try:
         speculation = parse_speculation(text)
         widths = draft_widths(speculation, resolved.user.max_num_seqs)
+        for_worker = worker_speculation(speculation)
+        if speculation.method == "draft_model":
+            draft = resolve_draft_model(speculation.model or "", resolved.user.model)
+            for_worker = msgspec.structs.replace(for_worker, draft=draft)
     except SpeculationError as error:
         raise ConfigError(f"--speculative-config: {error}") from None
     if resolved.device != "cpu":
@@ -175,7 +180,7 @@ def _with_speculation(resolved: ResolvedConfig, text: str) -> ResolvedConfig:
         max_draft=max(widths),
         draft_depth=min(draft_depth(speculation), max(widths)),
         draft_widths=widths,
-        speculation=worker_speculation(speculation),
+        speculation=for_worker,
     )
 
 

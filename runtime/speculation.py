@@ -15,7 +15,7 @@ import msgspec
 from slipring.runtime.draft_tree import MAX_NODES, parse_tree
 from slipring.shm.spec import SpeculationSpec
 
-METHODS = ("ngram", "suffix", "grammar", "eagle")
+METHODS = ("ngram", "suffix", "grammar", "draft_model", "eagle")
 TREES, FIXED_TREES = ("ngram", "eagle"), ("eagle",)
 """Methods that may draft trees, and those that may be given one."""
 MAX_DRAFT = 32
@@ -154,6 +154,8 @@ def _checked(config: SpeculativeConfig, given: Iterable[str]) -> SpeculativeConf
             raise SpeculationError(f"{keys[0]} belongs to method {method}, not to {config.method}: leave it out")
     _check_suffix(config)
     _check_tree(config)
+    if config.method == "draft_model" and not config.model:
+        raise SpeculationError("model must be the draft model: a directory, a .gguf file or an alias")
     if config.method == "eagle" and not (config.model and Path(config.model, "model.safetensors").is_file()):
         raise SpeculationError(f"model must be the directory of a head (slipring train-draft); got {config.model!r}")
     low, high = config.prompt_lookup_min, config.prompt_lookup_max

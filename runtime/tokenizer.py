@@ -100,6 +100,10 @@ class Tokenizer:
         self._shown = _ByteTable(rust, self._decoding, frozenset())
         self._skipping = _ByteTable(rust, self._decoding, self.special_ids)
 
+    def vocabulary(self) -> dict[str, int]:
+        """Ids by token, added ones included."""
+        return self._rust.get_vocab(with_added_tokens=True)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`. Special tokens written in it become their ids; `add_special_tokens` adds BOS or EOS where
         the model wants them. Lone surrogates count as U+FFFD. Bytes for which the vocabulary has no token vanish, as

@@ -101,6 +101,8 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Most drafts of a row that follow each other, where they branch; None: chains."""
     token_tree: tuple[tuple[int, ...], ...] = ()
     """The tree that is always drafted, as paths of ranks, shorter ones first; empty: whatever fits best."""
+    draft: ModelSpec | None = None
+    """draft_model: the model."""
     prompt_lookup_min: int = 0
     prompt_lookup_max: int = 0
     """ngram: sizes of the n-grams that are looked up."""

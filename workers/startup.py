@@ -93,6 +93,6 @@ def _for_cpu(config: WorkerConfig, link: Link, clock: PhaseClock, grammars: Gram
     runner = Runner(config, model, kv, link.table, constraints)
     link.beat(Phase.COMPILING)
     runner.warm_up()
-    runner.proposer = build_proposer(config, runner, constraints)
+    runner.proposer = build_proposer(config, runner, constraints, link.progress)
     clock.lap("warm up")
     return InlineExecutor(link, runner), kv

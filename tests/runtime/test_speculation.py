@@ -63,6 +63,8 @@ def test_widths_by_batch_size() -> None:
         ('{"method": "ngram", "model": "x"}', "model"),
         ('{"method": "suffix", "model": "x"}', "suffix needs none"),
         ('{"method": "grammar", "model": "x"}', "grammar needs none"),
+        ('{"method": "draft_model"}', "model must be the draft model"),
+        ('{"method": "ngram", "rejection_sample_method": "standard"}', "unknown key 'rejection_sample_method'"),
         ('{"method": "suffix", "prompt_lookup_max": 3}', "prompt_lookup_max belongs to method ngram"),
         ('{"method": "ngram", "suffix_decoding_max_tree_depth": 3}', "belongs to method suffix"),
         ('{"method": "suffix", "suffix_decoding_tree_depth": 3}', "did you mean 'suffix_decoding_max_tree_depth'"),

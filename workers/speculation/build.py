@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 
 from slipring.shm.spec import WorkerConfig
+from slipring.workers.batch_builder import BatchBuilder
 from slipring.workers.constraints import Constraints
+from slipring.workers.kv_cache import DTYPES, KvCache
 from slipring.workers.link import StartRefused
+from slipring.workers.loader import ProgressFn, Weights
+from slipring.workers.models.registry import build_model
 from slipring.workers.runner import Runner
 from slipring.workers.speculation.adaptive import AdaptiveProposer
+from slipring.workers.speculation.draft_model import DraftModelProposer
 from slipring.workers.speculation.eagle import EagleProposer, Target
 from slipring.workers.speculation.eagle_head import load_head
 from slipring.workers.speculation.grammar import GrammarProposer
@@ -23,7 +29,9 @@ _SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Tokens of a decode step whose cost is measured at start."""
 
 
-def build_proposer(config: WorkerConfig, runner: Runner, constraints: Constraints) -> Proposer:
+def build_proposer(
+    config: WorkerConfig, runner: Runner, constraints: Constraints, progress: ProgressFn | None = None
+) -> Proposer:
     """What grammars force, and the configured proposer under a controller that has measured this machine. Takes a
     second or two."""
     if config.speculation is None or config.max_draft == 0:
@@ -32,12 +40,14 @@ def build_proposer(config: WorkerConfig, runner: Runner, constraints: Constraint
     room = runner.kv.num_blocks * config.block_size
     sizes = [size for size in _SIZES if size <= max(2, min(most, room))]
     costs = StepCosts(sizes, runner.decode_costs(sizes))
-    proposer = _proposer(config, runner)
+    proposer = _proposer(config, runner, progress)
     adaptive = AdaptiveProposer(proposer, costs, config.num_rows, config.speculation.tree_depth)
-    return GrammarProposer(constraints, adaptive, proposer if proposer.is_free else None, config.num_rows)
+    # Those that draft from tokens alone can be told tokens that are not computed yet.
+    told = proposer if proposer.is_free or isinstance(proposer, DraftModelProposer) else None
+    return GrammarProposer(constraints, adaptive, told, config.num_rows)
 
 
-def _proposer(config: WorkerConfig, runner: Runner) -> Proposer:
+def _proposer(config: WorkerConfig, runner: Runner, progress: ProgressFn | None) -> Proposer:
     spec = config.speculation
     assert spec is not None
     if spec.method == "grammar":
@@ -47,9 +57,25 @@ def _proposer(config: WorkerConfig, runner: Runner) -> Proposer:
     if spec.method == "suffix":
         limits = Limits(spec.suffix_depth, spec.suffix_factor, spec.suffix_token_prob)
         return SuffixProposer(config.num_rows, limits, spec.suffix_requests)
+    if spec.method == "draft_model":
+        return _draft_model(config, runner, progress)
     if spec.method == "eagle":
         return _eagle(config, Path(spec.model or ""), runner)
     raise ValueError(f"speculation method {spec.method!r} is not supported")
+
+
+def _draft_model(config: WorkerConfig, runner: Runner, progress: ProgressFn | None) -> DraftModelProposer:
+    spec, dtype = config.speculation.draft if config.speculation else None, DTYPES[config.dtype]
+    assert spec is not None
+    with torch.inference_mode():
+        weights = Weights(spec, dtype, progress)
+        model = build_model(spec, weights, config.max_model_len)
+        weights.close()
+    kv = KvCache(spec, runner.kv.num_blocks, config.block_size, dtype)
+    layer_block_bytes = kv.block_bytes // (2 * spec.num_layers)
+    group_heads = spec.num_heads // spec.num_kv_heads
+    builder = BatchBuilder(runner.table, runner.rows, config.block_size, layer_block_bytes, group_heads, dtype)
+    return DraftModelProposer(model, kv, builder, runner.table, runner.rows, runner.sampler, config.model.vocab_size)
 
 
 def _eagle(config: WorkerConfig, path: Path, runner: Runner) -> EagleProposer:
