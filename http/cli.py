@@ -13,16 +13,19 @@ import logging
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from slipring.http import fault_flags, http_flags
 from slipring.http.flag_values import not_empty, size, tokens
+
+if TYPE_CHECKING:
+    from slipring.runtime.config import EngineConfig
 
 _ENGINE = (
     "model", "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
     "kv_cache_memory_bytes", "num_gpu_blocks_override", "enable_prefix_caching", "scheduling_policy",
     "async_scheduling", "seed", "cpu_threads", "max_queued_requests", "max_queued_tokens", "worker_module",
-    "debug_integrity", "allow_long_max_model_len", "speculative_config",
+    "debug_integrity", "allow_long_max_model_len", "speculative_config", "kv_transfer_config", "kv_offloading_size",
 )  # fmt: skip
 """Flags that are fields of `runtime.config.EngineConfig`."""
 
@@ -251,19 +254,23 @@ def _add_train_draft(commands: Any) -> None:
 def _serve(args: argparse.Namespace) -> int:
     # Only now: these import aiohttp and numpy.
     from slipring.http.serve import run
-    from slipring.runtime.config import ConfigError, EngineConfig
+    from slipring.runtime.config import ConfigError
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     args.speculative_config = _speculative_config(args)
-    engine_config = EngineConfig(
-        **{name: getattr(args, name) for name in _ENGINE}, **fault_flags.engine_settings(args)
-    )
+    engine_config = _engine_config(args)
     try:
         server_config = http_flags.server_config(args, default_model_name(args.model))
     except ConfigError as error:
         print(f"slipring: {error}", file=sys.stderr)
         return 2
     return run(engine_config, server_config)
+
+
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
+    from slipring.runtime.config import EngineConfig
+
+    return EngineConfig(**{name: getattr(args, name) for name in _ENGINE}, **fault_flags.engine_settings(args))
 
 
 def _speculative_config(args: argparse.Namespace) -> str | None:

@@ -31,6 +31,14 @@ def test_every_engine_flag_is_a_field_with_the_same_default() -> None:
         assert getattr(args, name) == getattr(defaults, name), name
 
 
+def test_no_flag_of_the_engine_is_forgotten() -> None:
+    args = cli.build_parser().parse_args(["serve", "smollm2"])
+    given = {name: object() for name in EngineConfig.__struct_fields__ if hasattr(args, name)}
+    vars(args).update(given)
+    config = cli._engine_config(args)
+    assert {name: getattr(config, name) for name in given} == given
+
+
 def test_flags_reach_the_config() -> None:
     line = "serve m --no-enable-prefix-caching --no-async-scheduling --kv-cache-memory-bytes 2G --max-num-seqs 7"
     args = cli.build_parser().parse_args(line.split())
