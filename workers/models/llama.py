@@ -124,6 +124,9 @@ class Llama:
         tied = spec.tie_word_embeddings
         name, made = ("model.embed_tokens.weight", self.embedding) if tied else ("lm_head.weight", None)
         self.head = weights.packed((name,), table, made)
+        self.taps: tuple[int, ...] = ()
+        """Rising depths, in layers, whose residual streams the next `hidden` keeps for a draft head: `tapped`."""
+        self.tapped: list[Tensor] = []
 
     def forward(self, batch: Batch, kv: KvCache) -> Tensor:
         """Logits [S, vocab] in the compute dtype."""
@@ -132,8 +135,11 @@ class Llama:
     def hidden(self, batch: Batch, kv: KvCache) -> Tensor:
         """The residual stream behind the last layer, [T, hidden]."""
         x = F.embedding(batch.input_ids, self.embedding)
-        for layer, pools in zip(self.layers, kv.pools, strict=True):
+        self.tapped = []
+        for depth, (layer, pools) in enumerate(zip(self.layers, kv.pools, strict=True), 1):
             x = layer.forward(x, self.cos_sin, batch, pools)
+            if depth in self.taps:
+                self.tapped.append(x)
         return x
 
     def normed(self, hidden: Tensor, at: Tensor) -> Tensor:

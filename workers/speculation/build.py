@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 
@@ -18,8 +19,8 @@ from slipring.workers.runner import Runner
 from slipring.workers.speculation.adaptive import AdaptiveProposer
 from slipring.workers.speculation.draft_model import DraftModelProposer
 from slipring.workers.speculation.eagle import EagleProposer, Target
-from slipring.workers.speculation.eagle_head import load_head
 from slipring.workers.speculation.grammar import GrammarProposer
+from slipring.workers.speculation.head_files import load_head
 from slipring.workers.speculation.ngram import NgramProposer
 from slipring.workers.speculation.proposer import NullProposer, Proposer
 from slipring.workers.speculation.step_costs import StepCosts
@@ -79,10 +80,8 @@ def _draft_model(config: WorkerConfig, runner: Runner, progress: ProgressFn | No
 
 
 def _eagle(config: WorkerConfig, path: Path, runner: Runner) -> EagleProposer:
-    target = Target(
-        config.model, runner.model, runner.kv, runner.table, runner.rows, runner.builder, runner.sampler
-    )
+    target = Target(config.model, runner.model, runner.kv, runner.table, runner.rows, runner.builder, runner.sampler)
     try:
-        return EagleProposer(target, *load_head(path, config.model))
-    except (OSError, ValueError, SafetensorError) as error:
+        return EagleProposer(target, load_head(path, config.model))
+    except (OSError, ValueError, SafetensorError, msgspec.DecodeError) as error:
         raise StartRefused(f"the head for --speculative-config cannot be loaded: {error}") from error

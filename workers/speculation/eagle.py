@@ -11,8 +11,7 @@ from a time when the head was not run. It is not drafted for as long as it lives
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ from slipring.workers.kv_cache import KvCache
 from slipring.workers.models.llama import Llama
 from slipring.workers.rows import Rows
 from slipring.workers.sampler import Sampler
-from slipring.workers.speculation.eagle_head import MATRICES, forward
+from slipring.workers.speculation.eagle_head import MATRICES, EagleHead
 from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer
 from slipring.workers.speculation.verify import Runs
 
@@ -51,18 +50,20 @@ class Target:
 class EagleProposer(NullProposer):
     is_free = False
 
-    def __init__(self, target: Target, weights: dict[str, Tensor], token_ids: Tensor) -> None:
-        """`weights`, `token_ids` as `load_head` returns them."""
+    def __init__(self, target: Target, head: EagleHead) -> None:
+        """`head`: in float32, as it was loaded."""
         self._target = target
-        dtype, num_rows = target.model.embedding.dtype, target.table.shape.num_rows
+        model = target.model
+        dtype, num_rows = model.embedding.dtype, target.table.shape.num_rows
+        weights = {"output": model.output_rows(head.token_ids)} | head.weights
         cast = {name: weight.to(dtype) for name, weight in weights.items()}
-        self._weights = cast | {name: pack_weight(cast[name]) for name in MATRICES}
-        self._token_ids = token_ids
-        self._head = pack_weight(target.model.output_rows(token_ids))
+        packed = {name: pack_weight(cast[name]) for name in MATRICES if name in cast}
+        self._head = replace(head, weights=cast | packed, multiply=linear)
+        model.taps = head.taps
         shape = target.kv.pools[0][0].shape
         self._pools = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
-        self._hidden = torch.zeros((num_rows, target.spec.hidden_size), dtype=dtype)
-        """The head's guess of the hidden state at each row's last token."""
+        self._feature = torch.zeros((num_rows, target.spec.hidden_size), dtype=dtype)
+        """The head's guess of the target's feature at each row's last token."""
         self._ready: NDArray[np.bool_] = np.zeros(num_rows, bool)
         """Rows without a hole whose guess is of their last token."""
         self._begun: NDArray[np.bool_] = np.zeros(num_rows, bool)
@@ -97,9 +98,9 @@ class EagleProposer(NullProposer):
         following = np.empty(len(entry), np.int64)
         following[mine.entry_at[entry] + place] = self._following(entries, runs, entry, place)
         embedded = F.embedding(torch.from_numpy(following), target.model.embedding)
-        guessed = self._forward(mine, embedded, target.model.normed(hidden, torch.from_numpy(at)))
+        guessed = self._forward(mine, embedded, self._first(hidden, torch.from_numpy(at)))
         drawn = np.flatnonzero(drew > 0)
-        self._hidden[torch.from_numpy(entries.rows[drawn])] = guessed.index_select(0, mine.sample_at)
+        self._feature[torch.from_numpy(entries.rows[drawn])] = guessed.index_select(0, mine.sample_at)
         self._ready[entries.rows[drawn]] = self._whole[entries.rows[drawn]]
 
     @torch.inference_mode()
@@ -111,34 +112,39 @@ class EagleProposer(NullProposer):
         if not len(at):
             return drafts
         of_rows = rows[at]
-        hidden, position = self._hidden[torch.from_numpy(of_rows)], self._target.rows.position[of_rows]
+        feature, position = self._feature[torch.from_numpy(of_rows)], self._target.rows.position[of_rows]
         for place in range(width):
             if place:
-                hidden = self._step(of_rows, position + place - 1, drafts.tokens[at, place - 1], hidden)
-            scores = linear(hidden, self._head).float()
-            guess = self._target.sampler.guess(scores, self._token_ids, of_rows, position + place + 1)
-            drafts.tokens[at, place] = self._token_ids[guess].numpy()
+                feature = self._step(of_rows, position + place - 1, drafts.tokens[at, place - 1], feature)
+            scores = self._head.scores(feature).float()
+            guess = self._target.sampler.guess(scores, self._head.token_ids, of_rows, position + place + 1)
+            drafts.tokens[at, place] = self._head.token_ids[guess].numpy()
         return drafts
 
-    def _step(self, rows: IntArray, position: IntArray, tokens: IntArray, hidden: Tensor) -> Tensor:
-        """One more guess for each row: from the hidden state at `position`, and the token that follows it."""
+    def _step(self, rows: IntArray, position: IntArray, tokens: IntArray, feature: Tensor) -> Tensor:
+        """One more guess for each row: from the feature at `position`, and the token that follows it."""
         ones = np.ones(len(rows), np.int64)
         batch = self._target.builder.build(Entries(rows, position, ones, len(rows), Drafts.none(len(rows)), ones))
         assert batch.entry_at is not None
         order = torch.from_numpy(np.argsort(batch.entry_at))  # entries in the batch's order
         embedded = F.embedding(torch.from_numpy(tokens), self._target.model.embedding)
-        guessed = self._forward(batch, embedded[order], hidden[order])
+        guessed = self._forward(batch, embedded[order], feature[order])
         return guessed.index_select(0, batch.sample_at)
 
-    def _forward(self, batch: Batch, embedded: Tensor, hidden: Tensor) -> Tensor:
-        spec, cos_sin = self._target.spec, self._target.model.cos_sin
-        scale = spec.head_dim**-0.5
+    def _first(self, hidden: Tensor, at: Tensor) -> Tensor:
+        """The target's features of the last forward pass, rows `at` of its batch."""
+        model = self._target.model
+        if self._head.taps:
+            return self._head.first(hidden, [tapped.index_select(0, at) for tapped in model.tapped])
+        return self._head.first(model.normed(hidden, at), ())
+
+    def _forward(self, batch: Batch, embedded: Tensor, feature: Tensor) -> Tensor:
+        cos_sin, scale = self._target.model.cos_sin, self._target.spec.head_dim**-0.5
 
         def attend(heads: Tensor, value: Tensor) -> Tensor:
             return batch.attention.layer(heads, value, cos_sin, self._pools, scale)
 
-        multiply: Callable[[Tensor, Tensor], Tensor] = linear
-        return forward(self._weights, multiply, spec, embedded, hidden, attend)
+        return self._head.forward(embedded, feature, attend)
 
     def _following(self, entries: Entries, runs: Runs | None, entry: IntArray, place: IntArray) -> IntArray:
         """The token after each computed position: the drawn one, or the prompt's next."""

@@ -1,21 +1,38 @@
-"""An EAGLE head (Li et al. 2024): one decoder layer that guesses the target's next hidden state from its last one.
+"""An EAGLE head: one decoder layer that guesses the target's next feature from its last one, and from the next token.
 
-Input at position p is the target's normed hidden state there and the embedding of the token at p + 1; the output
-stands for the normed hidden state at p + 1, so the target's own output matrix, cut to the head's vocabulary, turns it
-into scores of the token at p + 2. Fed with its own output, it guesses further. `token_ids` are the vocabulary: the
-tokens that the model writes most. Weights are stored as int8 with a scale for each row.
+Input at position p is the target's feature there and the embedding of the token at p + 1; the output stands for the
+feature at p + 1, whose scores are of the token at p + 2. Fed with its own output, the head guesses further.
+
+Designs, the first two by Li et al.:
+- EAGLE (2024): the feature is the target's normed last hidden state; the embedding is fused with it into the layer's
+  input. A head may norm its input and its output, which the published ones do not.
+- EAGLE-3 (2025), which a head with `taps` is: the feature is fused from the residual stream at a few depths, the
+  layer's attention reads the embedding and the feature side by side, and the output is normed only to be scored.
+- Our own, an EAGLE-3 head with `join`: the layer adds to what a matrix makes of embedding and feature, not to the
+  feature. Least squares give that matrix, so training begins with a head that is right every third time.
+
+`token_ids` are the head's vocabulary. Weights by name, matrices (out, in):
+
+| name | shape | |
+|---|---|---|
+| fuse | hidden, n * hidden | embedding and feature (EAGLE), or the residual stream at n taps (EAGLE-3) |
+| fuse_bias, qkv_bias | | if the head has them |
+| tap_norm | n, hidden | EAGLE-3, if each tap is normed before it is fused |
+| embedding_norm | hidden | EAGLE-3 |
+| join | hidden, 2 * hidden | normed embedding and feature, our own design |
+| input_norm | hidden | of the layer's input (EAGLE, if any), of the feature (EAGLE-3) |
+| qkv, out, mlp_norm, gate_up, down | | the layer |
+| norm | hidden | of the layer's output (EAGLE: if any) |
+| output | n, hidden | of the head's vocabulary; without it the target's rows are used |
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slipring.kernels.rmsnorm import rmsnorm
@@ -23,67 +40,63 @@ from slipring.shm.spec import ModelSpec
 
 Attend = Callable[[Tensor, Tensor], Tensor]
 """(heads of q and k [T, H + KVH, D], not turned yet, v [T, KVH, D]) -> [T, H * D]"""
-MATRICES = ("fuse", "qkv", "out", "gate_up", "down")
-VECTORS = ("input_norm", "mlp_norm", "norm")
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""(x [T, in], weight) -> [T, out]"""
+MATRICES = ("fuse", "qkv", "out", "gate_up", "down", "output", "join")
 
 
-def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every weight's shape: matrices are (out, in)."""
-    hidden, heads = spec.hidden_size, spec.num_heads * spec.head_dim
-    return {
-        "fuse": (hidden, 2 * hidden),
-        "qkv": (heads + 2 * spec.num_kv_heads * spec.head_dim, hidden),
-        "out": (hidden, heads),
-        "gate_up": (2 * spec.intermediate_size, hidden),
-        "down": (hidden, spec.intermediate_size),
-    } | {name: (hidden,) for name in VECTORS}
+@dataclass(frozen=True, slots=True)
+class EagleHead:
+    """The head's computation, over weights that `multiply` takes."""
 
+    spec: ModelSpec
+    """The target's."""
+    weights: dict[str, Tensor]
+    """With `output`."""
+    token_ids: Tensor
+    """[n] int64"""
+    taps: tuple[int, ...] = ()
+    """The residual stream behind so many layers each; none: an EAGLE head."""
+    multiply: Multiply = F.linear
 
-def forward(
-    weights: dict[str, Tensor],
-    linear: Callable[[Tensor, Tensor], Tensor],
-    spec: ModelSpec,
-    embedded: Tensor,
-    hidden: Tensor,
-    attend: Attend,
-) -> Tensor:
-    """embedded, hidden [T, hidden] -> guessed hidden states [T, hidden]."""
-    x = linear(torch.cat((embedded, hidden), 1), weights["fuse"])
-    normed, _ = rmsnorm(x, weights["input_norm"], spec.rms_norm_eps)
-    heads = linear(normed, weights["qkv"]).view(len(x), -1, spec.head_dim)
-    mixed = attend(heads[:, : -spec.num_kv_heads], heads[:, -spec.num_kv_heads :])
-    x = x + linear(mixed, weights["out"])
-    normed, _ = rmsnorm(x, weights["mlp_norm"], spec.rms_norm_eps)
-    gate, up = linear(normed, weights["gate_up"]).chunk(2, 1)
-    x = x + linear(F.silu(gate) * up, weights["down"])
-    normed, _ = rmsnorm(x, weights["norm"], spec.rms_norm_eps)
-    return normed
+    def first(self, normed: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        """The target's features, [T, hidden]: from its normed last hidden states [T, hidden], or from each tap's
+        residual stream [T, hidden]."""
+        if not self.taps:
+            return normed
+        if (norms := self.weights.get("tap_norm")) is not None:
+            tapped = [self._norm(x, norm) for x, norm in zip(tapped, norms, strict=True)]
+        return self._fuse(torch.cat(list(tapped), 1))
 
+    def forward(self, embedded: Tensor, feature: Tensor, attend: Attend) -> Tensor:
+        """embedded, feature [T, hidden] -> guessed features [T, hidden]."""
+        weights, multiply = self.weights, self.multiply
+        if self.taps:
+            normed = self._norm(embedded, weights["embedding_norm"]), self._norm(feature, weights["input_norm"])
+            read = torch.cat(normed, 1)
+            x = multiply(read, weights["join"]) if "join" in weights else feature
+        else:
+            x = self._fuse(torch.cat((embedded, feature), 1))
+            read = self._norm(x, weights.get("input_norm"))
+        heads = multiply(read, weights["qkv"])
+        if (bias := weights.get("qkv_bias")) is not None:
+            heads = heads + bias
+        heads = heads.view(len(x), -1, self.spec.head_dim)
+        turning, value = heads[:, : -self.spec.num_kv_heads], heads[:, -self.spec.num_kv_heads :]
+        x = x + multiply(attend(turning, value), weights["out"])
+        gate, up = multiply(self._norm(x, weights["mlp_norm"]), weights["gate_up"]).chunk(2, 1)
+        x = x + multiply(F.silu(gate) * up, weights["down"])
+        return x if self.taps else self._norm(x, weights.get("norm"))
 
-def save_head(path: Path, weights: dict[str, Tensor], token_ids: Tensor, about: dict[str, object]) -> None:
-    """Write `config.json` and `model.safetensors` into the directory `path`."""
-    stored = {"token_ids": token_ids.to(torch.int32)} | {name: weights[name].detach().half() for name in VECTORS}
-    for name in MATRICES:
-        wide = weights[name].detach().float()
-        scale = wide.abs().amax(1, keepdim=True) / 127
-        stored[f"{name}.codes"] = (wide / scale).round().to(torch.int8)
-        stored[f"{name}.scale"] = scale
-    path.mkdir(parents=True, exist_ok=True)
-    save_file(stored, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(about, indent=1) + "\n")
+    def scores(self, feature: Tensor) -> Tensor:
+        """[T, hidden] -> [T, n], by the head's vocabulary."""
+        normed = self._norm(feature, self.weights["norm"]) if self.taps else feature
+        return self.multiply(normed, self.weights["output"])
 
+    def _fuse(self, x: Tensor) -> Tensor:
+        fused = self.multiply(x, self.weights["fuse"])
+        bias = self.weights.get("fuse_bias")
+        return fused if bias is None else fused + bias
 
-def load_head(path: Path, spec: ModelSpec) -> tuple[dict[str, Tensor], Tensor]:
-    """(weights in float32, token_ids [n] int64). Raises ValueError when it is not a head for this model."""
-    weights = {}
-    with safe_open(path / "model.safetensors", "pt") as file:
-        for name, shape in shapes(spec).items():
-            if name in VECTORS:
-                weights[name] = file.get_tensor(name).float()
-            else:
-                weights[name] = file.get_tensor(f"{name}.codes").float() * file.get_tensor(f"{name}.scale")
-            if weights[name].shape != shape:
-                found = list(weights[name].shape)
-                raise ValueError(f"{path}: {name} is {found}, this model needs {list(shape)}: made for another model?")
-        token_ids = file.get_tensor("token_ids").long()
-    return weights, token_ids
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return x if weight is None else rmsnorm(x, weight, self.spec.rms_norm_eps)[0]

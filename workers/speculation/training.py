@@ -32,7 +32,8 @@ from slipring.workers.kv_cache import KvCache
 from slipring.workers.loader import Weights
 from slipring.workers.models.llama import Llama
 from slipring.workers.models.registry import build_model
-from slipring.workers.speculation.eagle_head import forward, save_head, shapes
+from slipring.workers.speculation.eagle_head import EagleHead
+from slipring.workers.speculation.head_files import save_head, shapes
 
 _CONTEXT = 512
 """Tokens of a text that are learnt from."""
@@ -83,10 +84,11 @@ class Trainer:
             self._model = build_model(self._spec, weights, _CONTEXT + 1)
         self.token_ids = self._frequent_tokens()
         # Clones: what inference mode made cannot be saved for a backward pass.
-        self._head = self._model.output_rows(self.token_ids).clone()
+        output = self._model.output_rows(self.token_ids).clone()
         self._embedding = self._model.embedding.clone()
         self._cos_sin = self._model.cos_sin.clone()
         self.weights = _first_weights(self._spec, weights, self._model)
+        self._head = EagleHead(self._spec, self.weights | {"output": output}, self.token_ids)
         weights.close()
 
     def run(self) -> TrainingReport:
@@ -97,8 +99,8 @@ class Trainer:
         held, learnt = texts[:num_held], texts[num_held:] or texts
         self._learn(learnt, held)
         accepted = self.accepted(held)
-        about = {"method": "eagle", "model": self._spec.name, "epochs": training.epochs, "accepted": accepted}
-        save_head(Path(training.output), self.weights, self.token_ids, about)
+        about = {"model": self._spec.name, "epochs": training.epochs, "accepted": accepted}
+        save_head(Path(training.output), self._head, about)
         return TrainingReport(phase="train", done=1, total=1, words="", accepted=accepted, final=True)
 
     @torch.no_grad()
@@ -106,11 +108,11 @@ class Trainer:
         """Of held-out texts: the share of first, second, ... drafts that a greedy target accepts."""
         totals, num = np.zeros(_CHAIN), 0
         for lesson in _lessons(texts):
-            best = (lesson.target @ self._head.T).argmax(1)
+            best = self._head.scores(lesson.target).argmax(1)
             hidden, right, past = lesson.hidden, lesson.counts.clone(), []
             for depth in range(_CHAIN):
                 guessed = self._guess(lesson, hidden, past)
-                right &= (guessed @ self._head.T).argmax(1) == best
+                right &= self._head.scores(guessed).argmax(1) == best
                 totals[depth] += int((right & lesson.counts).sum())
                 hidden, right = _shift(guessed, lesson.hidden, lesson.lengths), _shift_flags(right, lesson)
             num += int(lesson.counts.sum())
@@ -137,12 +139,12 @@ class Trainer:
 
     def _loss(self, lesson: Lesson) -> Tensor:
         with torch.no_grad():
-            wanted = F.softmax(lesson.target[lesson.counts] @ self._head.T, 1)
+            wanted = F.softmax(self._head.scores(lesson.target[lesson.counts]), 1)
         hidden = lesson.hidden + (torch.rand_like(lesson.hidden) - 0.5) * _NOISE
         loss, past = torch.zeros(()), []
         for weight in _DEPTHS:
             guessed = self._guess(lesson, hidden, past)
-            scores = F.log_softmax(guessed[lesson.counts] @ self._head.T, 1)
+            scores = F.log_softmax(self._head.scores(guessed[lesson.counts]), 1)
             apart = F.smooth_l1_loss(guessed[lesson.counts], lesson.target[lesson.counts])
             loss = loss + weight * (apart - (wanted * scores).sum(1).mean())
             hidden = _shift(guessed, lesson.hidden, lesson.lengths)
@@ -153,7 +155,7 @@ class Trainer:
         turn = self._cos_sin[lesson.position].unsqueeze(2).unbind(1)
         embedded = F.embedding(lesson.following, self._embedding)
         attend = _attend(self._spec, turn, lesson.lengths, past)
-        return forward(self.weights, F.linear, self._spec, embedded, hidden, attend)
+        return self._head.forward(embedded, hidden, attend)
 
     def _frequent_tokens(self) -> Tensor:
         """[n] int64, rising: what the model wrote most, and its ends of sequence."""

@@ -14,7 +14,8 @@ from slipring.kernels.rope import rope
 from slipring.shm.params import SamplingParams
 from slipring.shm.spec import ModelSpec
 from slipring.workers.speculation.eagle import EagleProposer, Target
-from slipring.workers.speculation.eagle_head import forward, load_head, save_head, shapes
+from slipring.workers.speculation.eagle_head import EagleHead
+from slipring.workers.speculation.head_files import load_head, save_head, shapes
 from tests.workers.runner_rig import GREEDY, Rig, Sequence
 from tests.workers.tiny_models import save_tiny
 
@@ -26,12 +27,12 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     return save_tiny("llama", tmp_path_factory.mktemp("tiny"))[0]
 
 
-@pytest.fixture(scope="module")
-def head(spec: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=[(), (1, 2)], ids=["eagle", "eagle3"])
+def head(spec: ModelSpec, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """A random head, over most of the vocabulary."""
-    path, generator = tmp_path_factory.mktemp("head"), torch.Generator().manual_seed(1)
-    weights = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes(spec).items()}
-    save_head(path, weights, torch.arange(3, spec.vocab_size - 2), {"method": "eagle"})
+    path, generator, taps = tmp_path_factory.mktemp("head"), torch.Generator().manual_seed(1), request.param
+    weights = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes(spec, taps).items()}
+    save_head(path, EagleHead(spec, weights, torch.arange(3, spec.vocab_size - 2), taps), {})
     return path
 
 
@@ -39,7 +40,7 @@ def with_head(spec: ModelSpec, head: Path, **changes: object) -> tuple[Rig, Eagl
     rig = Rig(spec, max_draft=3, num_blocks=256, **changes)
     runner = rig.runner
     target = Target(spec, rig.model, rig.kv, rig.table, runner.rows, runner.builder, runner.sampler)
-    runner.proposer = proposer = EagleProposer(target, *load_head(head, spec))
+    runner.proposer = proposer = EagleProposer(target, load_head(head, spec))
     return rig, proposer
 
 
@@ -67,11 +68,12 @@ def dense_guess(rig: Rig, head: Path, tokens: list[int]) -> Tensor:
     spec, model = rig.config.model, rig.model
     other = Rig(spec, num_blocks=256)
     sequence = other.admit(tokens[:-1])
+    other.model.taps = (loaded := load_head(head, spec)).taps
     seen: list[Tensor] = []
-    inner = model.hidden
-    other.runner.model.hidden = lambda batch, kv: seen.append(inner(batch, kv)) or seen[-1]  # type: ignore[method-assign]
+    inner = other.model.hidden
+    other.model.hidden = lambda batch, kv: seen.append(inner(batch, kv)) or seen[-1]  # type: ignore[method-assign]
     other.run([], [(sequence, len(tokens) - 1)])
-    hidden = model.normed(seen[0], torch.arange(len(tokens) - 1))
+    normed = model.normed(seen[0], torch.arange(len(tokens) - 1))
     cos, sin = model.cos_sin[: len(tokens) - 1].unsqueeze(2).unbind(1)
 
     def attend(heads: Tensor, value: Tensor) -> Tensor:
@@ -85,10 +87,9 @@ def dense_guess(rig: Rig, head: Path, tokens: list[int]) -> Tensor:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return out[0].transpose(0, 1).flatten(1)
 
-    weights, _ = load_head(head, spec)
     embedded = F.embedding(torch.tensor(tokens[1:]), model.embedding)
     with torch.inference_mode():
-        return forward(weights, F.linear, spec, embedded, hidden, attend)[-1]
+        return loaded.forward(embedded, loaded.first(normed, other.model.tapped), attend)[-1]
 
 
 @pytest.mark.parametrize("chunk", [4, 16])
@@ -98,7 +99,7 @@ def test_paged_state_is_that_of_a_dense_computation(spec: ModelSpec, head: Path,
         assert proposer._ready[sequence.row]
         with torch.inference_mode():
             expected = dense_guess(rig, head, sequence.tokens)
-        assert (proposer._hidden[sequence.row] - expected).abs().max() < 1e-3
+        assert (proposer._feature[sequence.row] - expected).abs().max() < 1e-3
 
 
 def test_a_row_with_a_hole_is_not_drafted(spec: ModelSpec, head: Path) -> None:

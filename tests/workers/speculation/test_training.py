@@ -11,7 +11,7 @@ import torch
 from slipring.shm.spec import DraftTraining, ModelSpec, TrainingReport
 from slipring.workers.speculation import training
 from slipring.workers.speculation.eagle import EagleProposer, Target
-from slipring.workers.speculation.eagle_head import load_head
+from slipring.workers.speculation.head_files import load_head
 from slipring.workers.speculation.training import Trainer
 from tests.workers.runner_rig import Rig, Sequence
 from tests.workers.tiny_models import save_tiny
@@ -57,8 +57,7 @@ def test_a_trained_head_is_right_more_often_than_not(
     assert report.final and len(report.accepted) == 5
     assert {each.phase for each in reports} == {"read", "train"}
     assert learnt[0] > 0.4 > before[0] and sum(learnt[:3]) > 0.6, (before, learnt)
-    _, token_ids = load_head(tmp_path / "head", spec)
-    assert torch.equal(token_ids, trainer.token_ids)
+    assert torch.equal(load_head(tmp_path / "head", spec).token_ids, trainer.token_ids)
     assert_served(spec, tmp_path / "head", sequences, 1 + sum(learnt[:3]))
 
 
@@ -67,7 +66,7 @@ def assert_served(spec: ModelSpec, head: Path, sequences: list[Sequence], mean_l
     rig = Rig(spec, num_blocks=512, max_draft=3)
     runner = rig.runner
     target = Target(spec, rig.model, rig.kv, rig.table, runner.rows, runner.builder, runner.sampler)
-    runner.proposer = EagleProposer(target, *load_head(head, spec))
+    runner.proposer = EagleProposer(target, load_head(head, spec))
     num_steps = 0
     for reference in sequences:
         prompt = reference.tokens[: -len(reference.outputs)]

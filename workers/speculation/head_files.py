@@ -1,0 +1,81 @@
+"""A draft head's directory, as `slipring train-draft` writes it: `config.json` and `model.safetensors`.
+
+Matrices are int8 with a scale for each row, vectors half precision. The target's output matrix is not stored: its
+rows of the head's vocabulary are read from the target.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from slipring.shm.spec import ModelSpec
+from slipring.workers.speculation.eagle_head import EagleHead
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+class HeadConfig(msgspec.Struct, frozen=True):
+    """What `config.json` must say; the rest of it is for people."""
+
+    method: str = "eagle"
+    taps: tuple[int, ...] = ()
+
+
+def shapes(spec: ModelSpec, taps: tuple[int, ...] = ()) -> dict[str, tuple[int, ...]]:
+    """Every stored weight's shape: matrices are (out, in)."""
+    hidden, heads = spec.hidden_size, spec.num_heads * spec.head_dim
+    vectors = ("input_norm", "mlp_norm", "norm") + (("embedding_norm",) if taps else ())
+    return {
+        "fuse": (hidden, (len(taps) or 2) * hidden),
+        "qkv": (heads + 2 * spec.num_kv_heads * spec.head_dim, hidden * (2 if taps else 1)),
+        "out": (hidden, heads),
+        "gate_up": (2 * spec.intermediate_size, hidden),
+        "down": (hidden, spec.intermediate_size),
+        **({"tap_norm": (len(taps), hidden), "join": (hidden, 2 * hidden)} if taps else {}),
+        **{name: (hidden,) for name in vectors},
+    }
+
+
+def is_matrix(name: str) -> bool:
+    """A weight that is multiplied with, and stored as int8."""
+    return not name.endswith("norm")
+
+
+def save_head(path: Path, head: EagleHead, about: dict[str, object]) -> None:
+    """Write the directory `path`; `about` goes into `config.json` as well."""
+    stored = {"token_ids": head.token_ids.to(torch.int32)}
+    for name in shapes(head.spec, head.taps):
+        wide = head.weights[name].detach().float()
+        if is_matrix(name):
+            scale = wide.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+            stored[f"{name}.codes"] = (wide / scale).round().to(torch.int8)
+            stored[f"{name}.scale"] = scale
+        else:
+            stored[name] = wide.half()
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(stored, path / WEIGHTS)
+    (path / CONFIG).write_text(json.dumps({"method": "eagle", "taps": head.taps, **about}, indent=1) + "\n")
+
+
+def load_head(path: Path, spec: ModelSpec) -> EagleHead:
+    """The head, in float32, without `output`. Raises OSError, or ValueError when it is not a head for this model."""
+    config = msgspec.json.decode((path / CONFIG).read_bytes(), type=HeadConfig)
+    weights: dict[str, Tensor] = {}
+    with safe_open(path / WEIGHTS, "pt") as file:
+        for name, shape in shapes(spec, config.taps).items():
+            if is_matrix(name):
+                weights[name] = file.get_tensor(f"{name}.codes").float() * file.get_tensor(f"{name}.scale")
+            else:
+                weights[name] = file.get_tensor(name).float()
+            if weights[name].shape != shape:
+                found = list(weights[name].shape)
+                raise ValueError(f"{path}: {name} is {found}, this model needs {list(shape)}: made for another model?")
+        token_ids = file.get_tensor("token_ids").long()
+    return EagleHead(spec, weights, token_ids, config.taps)
