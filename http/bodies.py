@@ -21,11 +21,31 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class KvTransferParams(msgspec.Struct):
-    """What a request lets the KV tiers do, in vLLM's names; others of its keys are for connectors that we have not."""
+class RemoteKv(msgspec.Struct):
+    """Another instance, as vLLM's p2p tier names it."""
+
+    kv_request_id: str | None = None
+    remote_host: str | None = None
+    remote_port: int | None = None
+
+
+class KvTransferParams(msgspec.Struct, forbid_unknown_fields=True):
+    """What a request lets the KV tiers do, in vLLM's names. See `remote_kv.py` for what other instances are told."""
 
     max_offload_tokens: int | None = None
     max_load_tokens: int | None = None
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+    remote_host: str | None = None
+    remote_port: int | None = None
+    remote_decoder: RemoteKv | None = None
+    remote_prefiller: RemoteKv | None = None
+    remote_kv_source: RemoteKv | None = None
+    # What a proxy hands on from the one to the other. Here pages are found by their content, so it says nothing.
+    remote_engine_id: str | None = None
+    remote_block_ids: Any = None
+    remote_request_id: str | None = None
+    tp_size: int | None = None
 
 
 class SamplingBody(msgspec.Struct, kw_only=True):
@@ -193,6 +213,7 @@ _WORDS = {"str": "a string", "int": "an integer", "float": "a number", "bool": "
           "array": "an array", "object": "an object", "null": "null"}  # fmt: skip
 _EXPECTED = re.compile(r"Expected `(?P<wanted>[^`]+)`, got `(?P<got>[^`]+)`")
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
+_UNKNOWN = re.compile(r"contains unknown field `(?P<name>[^`]+)`")
 _PATH = re.compile(r" - at `(?P<path>[^`]+)`$")
 
 
@@ -208,4 +229,7 @@ def _explain(text: str) -> ApiError:
         got = _WORDS.get(expected["got"], expected["got"])
         where = f"`{path}`" if path else "The body"
         return bad_request(f"{where} must be {wanted}, got {got}.", path or None, "invalid_type")
+    if unknown := _UNKNOWN.search(text):
+        path = f"{path}.{unknown['name']}" if path else unknown["name"]
+        return bad_request(f"Unknown field `{path}`.", path, "unknown_parameter")
     return bad_request(f"`{path}`: {text[: at.start()] if at else text}.", path or None, "invalid_value")

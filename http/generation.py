@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from slipring.http import remote_kv
 from slipring.http.bodies import SamplingBody
 from slipring.http.call_limit import CallLimit
 from slipring.http.errors import engine_failed, from_engine
@@ -177,6 +178,7 @@ def _sink(base: int, push: Callable[[Delta], None]) -> Callable[[Delta], None]:
 async def answer(
     model: ServedModel, flights: Flights, head: ReplyHead, plan: Plan, style: Style, place: Placement
 ) -> ApiResponse:
+    remote_kv.check(model.engine, plan.body)
     each, lengths = plan.best_of, [len(prompt.token_ids) for prompt in plan.prompts]
     model.check_choices(len(lengths) * each, sum(lengths) * each)
     generation = Generation.of(model, plan, head.id, place)
@@ -206,7 +208,11 @@ async def _whole(
     choices = _best(await collect(flights, generation, Collector(echo, usage)), plan.best_of, plan.n)
     # A long prompt's log-probabilities are too much for the loop.
     size = usage.num_prompt * (1 + plan.scores) * _SIZE_OF_A_SCORE
-    return await model.engine.text_work(size, style.reply, model, plan, head, choices, usage)
+    whole = await model.engine.text_work(size, style.reply, model, plan, head, choices, usage)
+    if remote_kv.hands_over(plan.body):
+        prompts = [prompt.token_ids for prompt in plan.prompts]
+        whole["kv_transfer_params"] = await remote_kv.handover(model.engine, plan.body, prompts, head.id)
+    return whole
 
 
 def _best(choices: list[Choice], each: int, n: int) -> list[Choice]:

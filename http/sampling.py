@@ -18,6 +18,7 @@ from slipring.http import config as limits
 from slipring.http.bodies import SamplingBody
 from slipring.http.errors import ApiError, bad_request
 from slipring.http.ranges import RANGES, Range, check_range
+from slipring.http.remote_kv import kv_source
 from slipring.runtime.request import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_LOGIT_BIAS,
@@ -165,7 +166,9 @@ def tier_limits(body: SamplingBody) -> TierLimits:
         return TierLimits()
     for name in ("max_offload_tokens", "max_load_tokens"):
         check_range(f"kv_transfer_params.{name}", getattr(params, name), RANGES[name])
-    return TierLimits(max_load_tokens=params.max_load_tokens, max_store_tokens=params.max_offload_tokens)
+    return TierLimits(
+        max_load_tokens=params.max_load_tokens, max_store_tokens=params.max_offload_tokens, source=kv_source(params)
+    )
 
 
 def check_logprobs(value: int | None, param: str) -> None:

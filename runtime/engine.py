@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from itertools import zip_longest
@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from slipring.runtime.chat_template import ChatTemplate
 from slipring.runtime.completion import Completion
@@ -42,6 +43,8 @@ from slipring.runtime.request import (
 )
 from slipring.runtime.tiers.kv_tiers import KvTiers, TierSetupError
 from slipring.runtime.tokenizer import Tokenizer
+from slipring.scheduler.offload.key import offload_key
+from slipring.scheduler.prefix_cache import chain_root, extend_chain
 from slipring.scheduler.request import FinishReason, Request, TierLimits
 from slipring.scheduler.step import Counters
 from slipring.shm import wire
@@ -495,6 +498,30 @@ class Engine:
                 Completion(generation, index, request, detokenizer, self._eos, sink_when_ended, self._metrics)
             )
         return completions
+
+    # --- pages of KV for other instances, and from them -----------------------------------------------------------
+
+    @property
+    def kv_served_at(self) -> tuple[str, int] | None:
+        """(host, port) where other instances find our pages; None: nowhere."""
+        return None if self._tiers is None else self._tiers.serves_at
+
+    @property
+    def kv_peers(self) -> list[str]:
+        """Names of the tiers that are other instances, as `TierLimits.source` names them: `p2p:HOST:PORT`."""
+        return [] if self._tiers is None else self._tiers.peers
+
+    async def kv_stored(
+        self, prompt: Sequence[int] | NDArray[np.int64], cache_salt: str | None, timeout_s: float
+    ) -> bool:
+        """Wait until other instances find every full block of the prompt here; False when they do not in time."""
+        if self._tiers is None:
+            return False
+        token_ids = np.asarray(prompt, np.int32)
+        hashes = await self.text_work(
+            len(prompt), extend_chain, chain_root(cache_salt), token_ids, self.config.user.block_size
+        )
+        return await self._tiers.stored([offload_key(block_hash) for block_hash in hashes], timeout_s)
 
     def _tier_limits(self, generation: GenerationRequest, num_prompt: int) -> TierLimits:
         limits = generation.tier_limits

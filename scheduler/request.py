@@ -51,6 +51,8 @@ class TierLimits:
     max_load_tokens: int | None = None
     max_store_tokens: int | None = None
     policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
+    source: str | None = None
+    """The slow tier that is asked first, however slow it is: somebody has put the prompt's blocks there."""
 
 
 _NO_LIMITS = TierLimits()

@@ -8,6 +8,9 @@
             {"type": "obj", "store_config": {"bucket": "kv", "endpoint_override": "10.0.0.2:9000"}},
             {"type": "p2p", "host": "10.0.0.1", "port": 5710, "peers": ["10.0.0.3:5710"]}]}}
 
+`kv_role` is about peers: a kv_producer serves its pages and asks nobody for any, a kv_consumer asks and does not serve,
+kv_both (the default) does what its p2p tiers say.
+
 An unknown key is an error that names the nearest known one. Where we differ from vLLM: an answer's KV is kept by
 default, a page on a slow tier has a digest, a directory may have a quota, and a load that fails is always recomputed.
 """
@@ -60,6 +63,7 @@ class PeerTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     peers: list[str] = []
     """`host:port` of each, asked in this order."""
     host: str = "127.0.0.1"
+    """Our address, by which others reach us."""
     port: int | None = None
     """Where we serve our own pages; None: we do not. The network is trusted: bind it to a private address."""
     num_threads: int = 4
@@ -86,7 +90,7 @@ class ExtraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class KvTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kv_connector_extra_config: ExtraConfig
     kv_connector: Literal["OffloadingConnector"] = "OffloadingConnector"
-    kv_role: Literal["kv_both"] = "kv_both"
+    kv_role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"
     kv_load_failure_policy: Literal["recompute"] = "recompute"
 
 
@@ -99,6 +103,7 @@ def parse(text: str) -> KvTransferConfig:
     except msgspec.DecodeError as error:
         raise ValueError(f"is not valid JSON: {error}") from None
     _check(config.kv_connector_extra_config)
+    _check_role(config)
     return config
 
 
@@ -130,6 +135,18 @@ def _check_tier(tier: SecondaryTier) -> None:
         raise ValueError(f"`quota_bytes` must be at least 1, got {tier.quota_bytes}")
     if tier.load_timeout_s <= 0:
         raise ValueError(f"`load_timeout_s` must be above 0, got {tier.load_timeout_s}")
+
+
+def _check_role(config: KvTransferConfig) -> None:
+    tiers = [tier for tier in config.kv_connector_extra_config.secondary_tiers if isinstance(tier, PeerTier)]
+    num_serving, asks = sum(tier.port is not None for tier in tiers), any(tier.peers for tier in tiers)
+    if num_serving > 1:
+        raise ValueError("only one tier of type p2p may have a `port`")
+    role = config.kv_role
+    if role == "kv_producer" and (asks or not num_serving):
+        raise ValueError("`kv_role` kv_producer needs a tier of type p2p with a `port`, and no `peers`: it only serves")
+    if role == "kv_consumer" and (num_serving or not asks):
+        raise ValueError("`kv_role` kv_consumer needs a tier of type p2p with `peers`, and no `port`: it only asks")
 
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>[^`]+)`(?: - at `(?P<path>[^`]+)`)?")

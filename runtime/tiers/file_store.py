@@ -5,6 +5,10 @@
 A page is written under a temporary name and renamed when it is whole, so a reader never sees half of one, and a
 writer that is killed leaves nothing that would be read. There is no fsync: after a power failure a file may hold
 anything, and its digest says so.
+
+Reads go through the page cache, and a lookup has the kernel read ahead what it finds. Measured on a virtual disk with
+pages of 720 KiB, four readers, nothing cached: 300 MB/s, with the read-ahead 750, with O_DIRECT 760; but O_DIRECT
+cannot profit from what is cached (990 MB/s with a single reader), and writes half as fast. So it is not used.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from slipring.scheduler.offload.key import OffloadKey
 class FileStore:
     name = "fs"
     read_only = False
+    keys_per_lookup = 64
 
     def __init__(self, root: str | Path, identity: bytes, page_bytes: int, quota_bytes: int | None = None) -> None:
         """`identity`: 32 bytes that name model and layout. `quota_bytes` holds for all of `root`. Raises OSError."""
@@ -38,7 +43,21 @@ class FileStore:
         return self._quota.used_bytes
 
     def count_prefix(self, keys: Sequence[OffloadKey]) -> int:
-        return count_while(self.contains, keys)
+        """What is found is about to be loaded: the kernel begins to read it, all of it at once."""
+        return count_while(self._begin_to_read, keys)
+
+    def _begin_to_read(self, key: OffloadKey) -> bool:
+        try:
+            fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        try:
+            if os.fstat(fd).st_size != self._file_bytes:
+                return False
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+            return True
+        finally:
+            os.close(fd)
 
     def contains(self, key: OffloadKey) -> bool:
         try:

@@ -57,7 +57,7 @@ class StoreStats:
 
 @dataclass(slots=True)
 class _Job:
-    """Some pages of one lookup, load or store. `results` and `over` are guarded by `lock`."""
+    """Some pages of one lookup, load or store. All but the first three are guarded by `lock`."""
 
     keys: Sequence[OffloadKey]
     slots: Sequence[int]
@@ -66,6 +66,8 @@ class _Job:
     num_left: int
     lock: threading.Lock = field(default_factory=threading.Lock)
     over: bool = False
+    num_found: int = 2**63
+    """Of a lookup: at most so many of the leading keys are there."""
     timer: asyncio.TimerHandle | None = None
 
 
@@ -98,6 +100,9 @@ class StoreThreads:
         self._complained_at = float("-inf")
         self._suspended_until = float("-inf")
         self._counting = threading.Lock()
+        self._is_closed = False
+        self._num_serving = num_readers + num_writers
+        """Threads that have not ended."""
         self._reads: queue.SimpleQueue[Any] = queue.SimpleQueue()
         """(method, job, arguments), or None: end."""
         self._writes: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -115,12 +120,19 @@ class StoreThreads:
         return self.stats.load_seconds / num_pages / self._num_readers if num_pages else 0.0
 
     def lookup(self, keys: Sequence[OffloadKey], done: Callable[[list[bool]], None]) -> None:
-        """done(which of them the store has): those before the first that is not there."""
+        """done(which of them the store has): those before the first that is not there, or not known in time."""
         if self.suspended:
             self._loop.call_soon(done, [False] * len(keys))
             return
-        job = self._begin(keys, (), done, 1, self._load_timeout_s)
-        self._reads.put((self._look, job))
+
+        def looked(results: list[bool]) -> None:
+            count = results.index(False) if False in results else len(results)
+            done([True] * count + [False] * (len(results) - count))
+
+        parts = range(0, len(keys), self._store.keys_per_lookup)
+        job = self._begin(keys, (), looked, len(parts), self._load_timeout_s)
+        for first in parts:
+            self._reads.put((self._look, job, first))
 
     def load(self, keys: Sequence[OffloadKey], slots: Sequence[int], done: Callable[[list[bool]], None]) -> None:
         """Fill slots with pages; done(which of them are good)."""
@@ -147,7 +159,9 @@ class StoreThreads:
         return True
 
     def close(self) -> None:
-        """Let the threads end once they are done with what they have; nobody is called back any more."""
+        """Let the threads end once they are done with the page they have, the last of them with the store; nobody is
+        called back any more. Idempotent."""
+        self._is_closed = True
         for thread in self._threads:
             (self._reads if thread.name.endswith("-r") else self._writes).put(None)
 
@@ -198,7 +212,7 @@ class StoreThreads:
 
     def _serve(self, work: queue.SimpleQueue[Any]) -> None:
         buffer = np.empty(self._slots.shape[1], np.uint8)
-        while (item := work.get()) is not None:
+        while (item := work.get()) is not None and not self._is_closed:
             function, job, *rest = item
             try:
                 function(job, buffer, *rest)
@@ -211,6 +225,11 @@ class StoreThreads:
                 self._count(failed=1)
                 self._complain("a transfer failed", error)
             self._end_part(job)
+        with self._counting:
+            self._num_serving -= 1
+            if self._num_serving:
+                return
+        self._store.close()
 
     def _end_part(self, job: _Job) -> None:
         with job.lock:
@@ -220,10 +239,15 @@ class StoreThreads:
         with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits
             self._loop.call_soon_threadsafe(self._finish, job)
 
-    def _look(self, job: _Job, buffer: NDArray[np.uint8]) -> None:
-        if not job.over:
-            count = self._store.count_prefix(job.keys)
-            job.results[:count] = [True] * count
+    def _look(self, job: _Job, buffer: NDArray[np.uint8], first: int) -> None:
+        if job.over or first >= job.num_found:
+            return
+        keys = job.keys[first : first + self._store.keys_per_lookup]
+        count = self._store.count_prefix(keys)
+        with job.lock:
+            job.results[first : first + count] = [True] * count
+            if count < len(keys):
+                job.num_found = min(job.num_found, first + count)
 
     def _load_page(self, job: _Job, buffer: NDArray[np.uint8], index: int) -> None:
         if job.over:

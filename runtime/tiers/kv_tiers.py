@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 
@@ -19,11 +19,12 @@ import numpy as np
 from slipring.runtime.tiers.config import FileTier, KvTransferConfig, ObjectTier, PeerTier, SecondaryTier
 from slipring.runtime.tiers.file_store import FileStore
 from slipring.runtime.tiers.jobs import StoreStats, StoreThreads
-from slipring.runtime.tiers.peer import PeerServer, PeerStore
+from slipring.runtime.tiers.peer import PEER_PREFIX, PeerServer, PeerStore
 from slipring.runtime.tiers.store import PageStore
+from slipring.scheduler.offload.key import OffloadKey
 from slipring.scheduler.offload.offload import OffloadStats
 from slipring.scheduler.offload.policy import POLICIES
-from slipring.scheduler.offload.slots import SlotIndex
+from slipring.scheduler.offload.slots import Lookup, SlotIndex
 from slipring.scheduler.offload.tiers import Tiers, TierStats
 from slipring.shm.memory import available_bytes
 from slipring.shm.pages import PageShape, layout_digest
@@ -78,6 +79,8 @@ class KvTiers:
         self._server: PeerServer | None = None
         self._listen: PeerTier | None = None
         self._identity = b""
+        self.serves_at: tuple[str, int] | None = None
+        """Where peers find our pages."""
         try:
             if extra.secondary_tiers:
                 self._identity = model_identity(spec, layout_digest(shape, dtype))
@@ -107,10 +110,30 @@ class KvTiers:
             return
         self._server = PeerServer(self.tiers.slots, self._slots, self._identity)
         try:
-            await self._server.start(self._listen.host, self._listen.port)
+            self.serves_at = self._listen.host, await self._server.start(self._listen.host, self._listen.port)
         except OSError as error:
             where = f"{self._listen.host}:{self._listen.port}"
             raise TierSetupError(f"KV pages cannot be served at {where}: {error}") from None
+
+    @property
+    def peers(self) -> list[str]:
+        """Names of the stores that are other instances."""
+        return [store.name for store in self._stores if store.name.startswith(PEER_PREFIX)]
+
+    async def stored(self, keys: Sequence[OffloadKey], timeout_s: float) -> bool:
+        """Wait until all of them lie in the CPU tier; False when they do not after so long."""
+        arrived, slots = asyncio.Event(), self.tiers.slots
+        self.tiers.on_stored.add(arrived.set)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while any(slots.lookup(key) is not Lookup.HIT for key in keys):
+                    arrived.clear()
+                    await arrived.wait()
+        except TimeoutError:
+            return False
+        finally:
+            self.tiers.on_stored.discard(arrived.set)
+        return True
 
     def close(self) -> None:
         if self._server is not None:

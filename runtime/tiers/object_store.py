@@ -30,6 +30,7 @@ _TIMEOUT = timedelta(seconds=5)
 class ObjectStore:
     name = "obj"
     read_only = False
+    keys_per_lookup = 1
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class ObjectStore:
         self._lock = threading.Lock()
         self._sizes: OrderedDict[str, int] = OrderedDict()
         """Objects known to be there or under way, the one that was of use longest ago first."""
+        self._under_way: set[str] = set()
         self._used = 0
         self._take_stock()
 
@@ -59,11 +61,16 @@ class ObjectStore:
         return count_while(self.contains, keys)
 
     def contains(self, key: OffloadKey) -> bool:
+        """Of what we know to be there the service is not asked; should it be gone after all, `read` will say so."""
         path = self._path(key)
+        with self._lock:
+            if path in self._under_way:
+                return False
+            if path in self._sizes:
+                return True
         try:
             return obstore.head(self._store, path)["size"] == HEADER_BYTES + self._page_bytes
         except (FileNotFoundError, NotFoundError):
-            self._forget(path)
             return False
 
     def read(self, key: OffloadKey, into: memoryview) -> None:
@@ -96,6 +103,7 @@ class ObjectStore:
                 return False
             self._sizes[path] = nbytes
             self._used += nbytes
+            self._under_way.add(path)
         try:
             for victim in victims:
                 obstore.delete(self._store, victim)
@@ -103,6 +111,9 @@ class ObjectStore:
         except BaseException:
             self._forget(path)
             raise
+        finally:
+            with self._lock:
+                self._under_way.discard(path)
         return True
 
     def close(self) -> None:

@@ -31,6 +31,8 @@ from slipring.scheduler.offload.slots import Lookup, SlotIndex
 
 logger = logging.getLogger(__name__)
 
+PEER_PREFIX = "p2p:"
+"""Of a `PeerStore`'s name; its address follows."""
 _MAGIC = b"SLIPKV-PEER\x00\x00\x00\x00\x01"
 _U32 = struct.Struct("<I")
 _REQUEST = struct.Struct("<II")
@@ -128,25 +130,19 @@ class PeerStore:
     """Pages of one other instance. Read only: what we compute it will ask us for."""
 
     read_only = True
+    keys_per_lookup = _MAX_KEYS
 
     def __init__(self, host: str, port: int, identity: bytes) -> None:
         """Connects when it is first asked; a peer may come later than we do."""
-        self.name = f"p2p:{host}:{port}"
+        self.name = f"{PEER_PREFIX}{host}:{port}"
         self._address = (host, port)
         self._identity = identity
         self._local = threading.local()
 
     def count_prefix(self, keys: Sequence[OffloadKey]) -> int:
-        found = 0
-        for at in range(0, len(keys), _MAX_KEYS):
-            part = keys[at : at + _MAX_KEYS]
-            with self._session() as session:
-                session.sendall(_REQUEST.pack(_LOOKUP, len(part)) + b"".join(part))
-                count = _receive_u32(session)
-            found += count
-            if count < len(part):
-                break
-        return found
+        with self._session() as session:
+            session.sendall(_REQUEST.pack(_LOOKUP, len(keys)) + b"".join(keys))
+            return _receive_u32(session)
 
     def read(self, key: OffloadKey, into: memoryview) -> None:
         header = bytearray(HEADER_BYTES)

@@ -34,6 +34,8 @@ class PageStore(Protocol):
     """For metrics and messages."""
     read_only: bool
     """`write` never keeps anything."""
+    keys_per_lookup: int
+    """So many keys in one call of `count_prefix`; several calls are made at once, from several threads."""
 
     def count_prefix(self, keys: Sequence[OffloadKey]) -> int:
         """How many of the leading keys it has, as far as can be told without reading them. Raises OSError."""

@@ -245,7 +245,7 @@ class Offload:
 
         prefetch.promoting = True
         recompute_s = self._recompute_s((len(keys) - known) * self._block_size)
-        if not self._tiers.promote(keys[known:], recompute_s, brought_up):
+        if not self._tiers.promote(keys[known:], recompute_s, brought_up, request.tier_limits.source):
             prefetch.promoting = False
 
     def holds_back(self, request: Request, num_free: int, last_step: int) -> bool:

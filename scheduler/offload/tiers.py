@@ -54,6 +54,8 @@ class Tiers:
         self.stats = TierStats()
         self.on_arrival: set[Callable[[], None]] = set()
         """Called when a promotion has ended, so that whoever waits may look again."""
+        self.on_stored: set[Callable[[], None]] = set()
+        """Called when blocks of a device have arrived in slots."""
         self._slow = list(slow)
         self._num_promoting = 0
 
@@ -70,9 +72,14 @@ class Tiers:
                 return count, found is Lookup.PENDING
         return len(keys), False
 
-    def promote(self, keys: Sequence[OffloadKey], recompute_s: float, done: Callable[[], None]) -> bool:
+    def promote(
+        self, keys: Sequence[OffloadKey], recompute_s: float, done: Callable[[], None], source: str | None = None
+    ) -> bool:
         """Begin to bring up what the slots miss of `keys`, a prefix that could be computed in `recompute_s` seconds.
-        False: there is nobody to ask; `done` is not called then. Otherwise it is, once."""
+        False: there is nobody to ask; `done` is not called then. Otherwise it is, once.
+
+        Tiers that take longer than that are not asked, except for `source`, which is asked first.
+        """
         missing = [key for key in keys if self.slots.lookup(key) is Lookup.MISS]
         self.stats.queries += len(keys)
         self.stats.hits += len(keys) - len(missing)
@@ -80,13 +87,17 @@ class Tiers:
             return False
         self._num_promoting += 1
         block_s = recompute_s / len(keys)
-        self._ask([tier for tier in self._slow if tier.page_seconds <= block_s], missing, done)
+        named = [tier for tier in self._slow if tier.name == source]
+        others = [tier for tier in self._slow if tier.name != source and tier.page_seconds <= block_s]
+        self._ask(named + others, missing, done)
         return True
 
     def stored(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         """New content lies in these slots: readable from now on, and handed down to every slower tier."""
         self.slots.complete_store(keys, slots, success=True)
         self._hand_down(keys, self._slow)
+        for told in list(self.on_stored):
+            told()
 
     # --- promotion: ask one tier after the other --------------------------------------------------------------------
 

@@ -232,8 +232,8 @@ def save_tiny_model(path: Path) -> str:
 
 
 def tiny(model: str, **settings: Any) -> dict[str, Any]:
-    """Settings of an engine on the tiny model whose pool holds a conversation or two."""
-    return {"model": model, **POOL, **settings}
+    """Settings of an engine on the tiny model; its pool holds a conversation or two, unless they say otherwise."""
+    return {"model": model} | POOL | settings
 
 
 def tiny_tiers(num_slots: int, *slow: dict[str, Any], **extra: Any) -> dict[str, str]:

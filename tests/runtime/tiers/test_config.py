@@ -43,6 +43,18 @@ def test_the_short_form() -> None:
         of_size(0)
 
 
+SERVES, ASKS = {"type": "p2p", "port": 5710}, {"type": "p2p", "peers": ["a:5710"]}
+
+
+def with_role(role: str, *tiers: dict[str, Any]) -> str:
+    return json.dumps({"kv_role": role} | json.loads(extra(secondary_tiers=list(tiers))))
+
+
+def test_roles_are_about_peers() -> None:
+    for role, tiers in (("kv_producer", [SERVES]), ("kv_consumer", [ASKS]), ("kv_both", [SERVES | ASKS])):
+        assert parse(with_role(role, *tiers)).kv_role == role
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -59,6 +71,12 @@ def test_the_short_form() -> None:
         (extra(secondary_tiers=[{"type": "fs", "root_dir": "/x", "quota": 1}]), "did you mean `quota_bytes`"),
         (extra(secondary_tiers=[{"type": "fs", "root_dir": "/x", "quota_bytes": 0}]), "at least 1"),
         (extra(secondary_tiers=[{"type": "p2p", "peers": ["here"]}]), "host:port"),
+        (with_role("kv_producer"), "kv_producer needs a tier of type p2p with a `port`"),
+        (with_role("kv_producer", SERVES | ASKS), "no `peers`"),
+        (with_role("kv_consumer", SERVES | ASKS), "no `port`"),
+        (with_role("kv_consumer", SERVES), "with `peers`"),
+        (with_role("kv_both", SERVES, SERVES), "only one"),
+        (with_role("kv_neither", ASKS), "kv_neither"),
         ('{"kv_connector": "NixlConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1}}', "NixlConnector"),
     ],
 )

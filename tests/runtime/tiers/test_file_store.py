@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,33 @@ def sizes(root: Path) -> int:
 def file_of(root: Path, number: int) -> Path:
     (found,) = root.rglob(f"{key(number).hex()}.kv")
     return found
+
+
+def is_cached(path: Path) -> bool:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.preadv(fd, [bytearray(FILE)], 0, os.RWF_NOWAIT) == FILE
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def test_a_lookup_has_read_ahead_what_it_finds(tmp_path: Path) -> None:
+    tier = store(tmp_path)
+    tier.write(key(1), page(1))
+    path = file_of(tmp_path, 1)
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+    if is_cached(path):
+        pytest.skip("this file system lives in memory")
+    assert tier.count_prefix([key(1), key(2)]) == 1
+    deadline = time.monotonic() + 10
+    while not is_cached(path):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_page_comes_back_also_after_a_restart(tmp_path: Path) -> None:

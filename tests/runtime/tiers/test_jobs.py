@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -82,6 +84,59 @@ def test_what_is_stored_is_found_and_loaded_into_other_slots(tmp_path: Path) -> 
         assert threads.stats.missing == 1
 
     run(FileStore(tmp_path, LAYOUT, PAGE), body)
+
+
+class PatientDisk(FileStore):
+    """Asked for one key at a time, of which the third never answers."""
+
+    keys_per_lookup = 1
+    never = threading.Event()
+    asked: ClassVar[list[OffloadKey]] = []
+
+    def count_prefix(self, keys: Sequence[OffloadKey]) -> int:
+        self.asked.append(keys[0])
+        if keys[0] == KEYS[2]:
+            self.never.wait(10)
+        return super().count_prefix(keys)
+
+
+def test_a_lookup_that_is_late_tells_what_it_knows(tmp_path: Path) -> None:
+    store = PatientDisk(tmp_path, LAYOUT, PAGE)
+    for number in range(4):
+        store.write(key(number), page(number))
+
+    async def body(threads: StoreThreads, slots: np.ndarray) -> None:
+        assert await answer(threads.lookup, KEYS) == [True, True, False, False]
+        assert KEYS[3] in store.asked, "nobody waits for a neighbour"
+        store.never.set()
+
+    run(store, body, load_timeout_s=0.3)
+
+
+def test_behind_a_miss_nothing_more_is_asked_for(tmp_path: Path) -> None:
+    store = PatientDisk(tmp_path, LAYOUT, PAGE)
+    store.asked.clear()
+
+    async def body(threads: StoreThreads, slots: np.ndarray) -> None:
+        assert await answer(threads.lookup, [key(90 + number) for number in range(50)]) == [False] * 50
+        assert store.asked == [key(90)]
+
+    run(store, body, num_readers=1)
+
+
+def test_closing_gives_the_stores_descriptors_back(tmp_path: Path) -> None:
+    def num_open() -> int:
+        links = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+        return sum(os.path.realpath(link).startswith(str(tmp_path)) for link in links)
+
+    async def body(threads: StoreThreads, slots: np.ndarray) -> None:
+        assert await answer(threads.store, KEYS[:1], [0]) == [True] and num_open() == 2
+
+    run(FileStore(tmp_path, LAYOUT, PAGE), body)
+    deadline = time.monotonic() + 5
+    while num_open():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_damaged_page_leaves_its_slot_alone(tmp_path: Path) -> None:

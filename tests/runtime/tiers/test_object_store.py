@@ -112,6 +112,21 @@ def test_a_damaged_object_is_noticed_and_removed(s3: S3Server) -> None:
         read(tier, 1)
 
 
+def test_the_service_is_asked_only_for_what_is_not_known(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, other = store(s3, "asked"), store(s3, "asked")
+    tier.write(key(1), page(1))
+    other.write(key(2), page(2))
+    asked: list[str] = []
+    head = obstore.head
+    monkeypatch.setattr(obstore, "head", lambda service, path: asked.append(path) or head(service, path))
+    assert tier.contains(key(1)) and not asked
+    assert tier.contains(key(2)) and not tier.contains(key(3)) and len(asked) == 2
+    obstore.delete(s3.raw(), asked[0].replace(key(2).hex(), key(1).hex()))
+    with pytest.raises(PageMissingError):
+        read(tier, 1)
+    assert not tier.contains(key(1)) and tier.used_bytes == 0
+
+
 def test_what_was_of_use_longest_ago_goes_first(s3: S3Server) -> None:
     tier = store(s3, "quota", 2 * FILE + 1)
     for number in (0, 1):

@@ -111,6 +111,7 @@ def test_a_peer_that_stops_in_the_middle_of_a_page_is_given_up_on(monkeypatch: p
     monkeypatch.setattr("slipring.runtime.tiers.peer._TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         store = PeerStore("127.0.0.1", listener.getsockname()[1], LAYOUT)
+
         def half() -> None:
             connection, _ = listener.accept()
             connection.recv(1000)
