@@ -236,15 +236,15 @@ def _add_train_draft(commands: Any) -> None:
     train = commands.add_parser(
         "train-draft",
         help="train a draft head for a model, for --speculative-config",
-        description="Let MODEL write text, and train a head that guesses its next tokens. Minutes, on this machine.",
+        description="Let MODEL write text, and train a head that guesses its next tokens. An hour or two, on this machine.",
         allow_abbrev=False,
     )
     train.add_argument("model", metavar="MODEL", type=not_empty, help="as for slipring serve")
     train.add_argument("--method", choices=("eagle",), default="eagle", help="(default: %(default)s)")
     train.add_argument("--output", required=True, metavar="DIR", help="where the head is written")
-    train.add_argument("--tokens", type=int, default=150_000, metavar="N", help="that are written (%(default)s)")
+    train.add_argument("--tokens", type=int, default=200_000, metavar="N", help="that are written (%(default)s)")
     train.add_argument("--text", metavar="FILE", help="paragraphs that the model shall answer or continue as well")
-    train.add_argument("--epochs", type=int, default=8, metavar="N", help="(default: %(default)s)")
+    train.add_argument("--epochs", type=int, default=6, metavar="N", help="(default: %(default)s)")
     train.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="tokens that it can guess")
     train.add_argument("--seed", type=int, default=1, metavar="N", help="(default: %(default)s)")
     train.add_argument("--cpu-threads", type=int, metavar="N", help="(default: all CPUs)")

@@ -2,7 +2,7 @@
 
 The best material for guessing a model's next token is its own output. Where there is a chat template, the model also
 makes up the questions: it continues the template from where a user's words begin. A text that the user names gives
-further beginnings. Answers are greedy and drawn, as they will be when the head is used.
+further beginnings. Most answers are greedy, as most are when the head is used.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from slipring.shm.params import SamplingParams
 
 _LANES = 48
 """Requests in flight."""
-_QUESTION_TOKENS = 64
-_ANSWER_TOKENS = (96, 192, 256)
-_TEMPERATURES = (0.0, 0.0, 0.0, 0.6, 1.0)
+_QUESTION_TOKENS = (32, 64)
+_ANSWER_TOKENS = (128, 192, 256)
+_TEMPERATURES = (0.0, 0.0, 0.0, 0.0, 0.0, 0.7)
 _LEAST_QUESTION = 3
 _PLACE = "\x02question\x02"
 """Stands for the user's words in a rendered template."""
@@ -32,6 +32,7 @@ class SelfText:
 
     written: list[list[int]] = field(default_factory=list)
     prompts: list[int] = field(default_factory=list)
+    greedy: list[bool] = field(default_factory=list)
     num_tokens: int = 0
     """Written by the model."""
 
@@ -77,6 +78,7 @@ class Writer:
         answer = await self._generate(prompt, self._random.choice(_ANSWER_TOKENS), warm)
         self.found.written.append(prompt + answer)
         self.found.prompts.append(len(prompt))
+        self.found.greedy.append(warm == 0.0)
         self.found.num_tokens += len(answer)
 
     async def _prompt(self) -> list[int] | None:
@@ -89,7 +91,7 @@ class Writer:
         before, after = self._frame
         if named is not None:
             return before + encode(named) + after
-        question = await self._generate(before, _QUESTION_TOKENS, 1.0)
+        question = await self._generate(before, self._random.choice(_QUESTION_TOKENS), 1.0)
         while question and question[-1] in self._eos:
             question.pop()
         return before + question + after if len(question) >= _LEAST_QUESTION else None

@@ -58,6 +58,7 @@ def train_draft(options: DraftOptions, on_progress: OnProgress) -> TrainingRepor
         model=engine.spec,
         written=written.written,
         prompts=written.prompts,
+        greedy=written.greedy,
         output=str(options.output),
         epochs=options.epochs,
         vocab_size=options.vocab_size,

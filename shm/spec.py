@@ -121,6 +121,8 @@ class DraftTraining(msgspec.Struct, frozen=True, kw_only=True):
     """Token ids of texts, most of them the model's own."""
     prompts: list[int]
     """How many of each text's tokens the model was given."""
+    greedy: list[bool]
+    """Whether a text was written greedily; only such texts are held out."""
     output: str
     """Directory of the head."""
     epochs: int

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipring.shm.spec import DraftTraining, ModelSpec, TrainingReport
-from slipring.workers.speculation import training
+from slipring.workers.speculation import training, training_texts
 from slipring.workers.speculation.eagle import EagleProposer, Target
 from slipring.workers.speculation.head_files import load_head
 from slipring.workers.speculation.training import Trainer
@@ -34,7 +34,8 @@ def write(spec: ModelSpec, num_outputs: int, rig: Rig | None = None) -> tuple[Ri
 def test_a_trained_head_is_right_more_often_than_not(
     spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "_CONTEXT", 100)
+    for module in (training, training_texts):
+        monkeypatch.setattr(module, "CONTEXT", 100)
     torch.manual_seed(1)
     _, sequences = write(spec, NUM_OUTPUTS)
     reports: list[TrainingReport] = []
@@ -43,6 +44,7 @@ def test_a_trained_head_is_right_more_often_than_not(
             model=spec,
             written=[sequence.tokens for sequence in sequences],
             prompts=[len(sequence.tokens) - len(sequence.outputs) for sequence in sequences],
+            greedy=[True] * len(sequences),
             output=str(tmp_path / "head"),
             epochs=200,
             vocab_size=10_000,
@@ -51,18 +53,19 @@ def test_a_trained_head_is_right_more_often_than_not(
         ),
         reports.append,
     )
-    before = trainer.accepted(trainer._read())
+    texts = trainer.held + trainer._learnt
+    before = trainer.accepted(texts)
     report = trainer.run()
-    learnt = trainer.accepted(trainer._read())
+    learnt = trainer.accepted(texts, 3)
     assert report.final and len(report.accepted) == 5
     assert {each.phase for each in reports} == {"read", "train"}
-    assert learnt[0] > 0.4 > before[0] and sum(learnt[:3]) > 0.6, (before, learnt)
+    assert learnt[0] > 0.4 and sum(learnt) > max(0.6, sum(before[:3])), (before, learnt)
     assert torch.equal(load_head(tmp_path / "head", spec).token_ids, trainer.token_ids)
-    assert_served(spec, tmp_path / "head", sequences, 1 + sum(learnt[:3]))
+    assert_served(spec, tmp_path / "head", sequences, 1 + sum(learnt))
 
 
 def assert_served(spec: ModelSpec, head: Path, sequences: list[Sequence], mean_length: float) -> None:
-    """The same texts through a Runner that drafts with the head: the same tokens, in about as few steps as told."""
+    """The same texts through a Runner that drafts with the head: the same tokens, in as few steps as told."""
     rig = Rig(spec, num_blocks=512, max_draft=3)
     runner = rig.runner
     target = Target(spec, rig.model, rig.kv, rig.table, runner.rows, runner.builder, runner.sampler)
@@ -76,5 +79,5 @@ def assert_served(spec: ModelSpec, head: Path, sequences: list[Sequence], mean_l
             rig.run([sequence] if begun else [], [] if begun else [(sequence, len(prompt))])
             num_steps += begun
         assert sequence.outputs[:NUM_OUTPUTS] == reference.outputs
-    # The report is a mean over positions; a text that was not learnt takes a step for each of them.
-    assert len(sequences) * (NUM_OUTPUTS - 1) / num_steps > max(1.2, 0.6 * mean_length)
+    # What is served is rounded to int8.
+    assert len(sequences) * (NUM_OUTPUTS - 1) / num_steps > max(1.2, 0.9 * mean_length)
