@@ -236,7 +236,7 @@ def _add_train_draft(commands: Any) -> None:
     train = commands.add_parser(
         "train-draft",
         help="train a draft head for a model, for --speculative-config",
-        description="Let MODEL write text, and train a head that guesses its next tokens. An hour or two, on this machine.",
+        description="Let MODEL write text, and train a head that guesses its next tokens. Takes an hour or two.",
         allow_abbrev=False,
     )
     train.add_argument("model", metavar="MODEL", type=not_empty, help="as for slipring serve")
