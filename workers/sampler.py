@@ -133,17 +133,27 @@ class Sampler:
         return Draws(drawn, ok.numpy(), unmatched, logprobs)
 
     def guess(self, scores: Tensor, token_ids: Tensor, rows: IntArray, position: IntArray) -> Tensor:
-        """What a draft model's scores [R, V'] of the tokens `token_ids` [V'] say the target will draw: indices [R].
+        """What a draft model's scores [R, V'] of the tokens `token_ids` [V'] say the target will draw: indices [R]."""
+        return self.guesses(scores, token_ids, rows, position, 1)[0].squeeze(1)
 
-        The target's own noise is added for rows with a temperature, so that like scores lead to like tokens.
+    def guesses(
+        self, scores: Tensor, token_ids: Tensor, rows: IntArray, position: IntArray, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """As `guess`: the `count` likeliest ones, best first, and the logarithms of their chances, [R, count] both.
+
+        The target's own noise is added for rows with a temperature, so that like scores lead to like tokens. The
+        chances are those of scores that are off by as much as a softmax thinks.
         """
-        best, at = scores.topk(min(_GUESS_CANDIDATES, scores.shape[1]), dim=1)
-        params = self._draw_params(rows, position)
-        warm = params.temperature >= GREEDY_BELOW
-        noise = noise_for_tokens(token_ids[at], params.seed, params.position, params.choice)
-        noisy = best / params.temperature.clamp(min=GREEDY_BELOW).unsqueeze(1) + noise
-        choice = torch.where(warm, noisy.argmax(1), 0)
-        return at.gather(1, choice.unsqueeze(1)).squeeze(1)
+        best, at = scores.topk(min(max(_GUESS_CANDIDATES, count), scores.shape[1]), dim=1)
+        params, total = self._draw_params(rows, position), scores.logsumexp(1)
+        temperature = params.temperature.where(params.temperature >= GREEDY_BELOW, 0.0)
+        left = total + (-torch.expm1((best.logsumexp(1) - total).clamp(max=-1e-7))).log()
+        if temperature.any():
+            noise = noise_for_tokens(token_ids[at], params.seed, params.position, params.choice)
+            best = best + temperature.unsqueeze(1) * noise
+        chosen, order = best.topk(min(count, best.shape[1]), dim=1)
+        norm = torch.logaddexp(best.logsumexp(1), left).unsqueeze(1)
+        return at.gather(1, order), (chosen - norm).clamp(max=0.0)
 
     def count(self, rows: IntArray, tokens: IntArray) -> None:
         """These tokens [S] are the next ones of the rows beside them, which are distinct. Grammars are told elsewhere:

@@ -152,8 +152,12 @@ def test_64_streams_give_what_each_gives_alone(
 
 @pytest.mark.parametrize(
     ("drafts", "depth_two", "pool"),
-    [(NGRAM, True, SMALL_POOL), (NGRAM, False, {}), (TREES, True, SMALL_POOL), (TREES, False, {})],
-    ids=["chains, depth 2, preempting", "chains, depth 1", "trees, depth 2, preempting", "trees, depth 1"],
+    [
+        pytest.param(NGRAM, False, {}, id="chains, depth 1"),
+        pytest.param(TREES, True, SMALL_POOL, id="trees, depth 2, preempting"),
+        pytest.param(NGRAM, True, SMALL_POOL, id="chains, depth 2, preempting", marks=pytest.mark.slow),
+        pytest.param(TREES, False, {}, id="trees, depth 1", marks=pytest.mark.slow),
+    ],
 )
 def test_64_streams_with_drafts_give_what_each_gives_alone_without(
     alone: list[Stream], drafts: str, depth_two: bool, pool: dict[str, int]

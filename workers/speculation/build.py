@@ -25,6 +25,7 @@ from slipring.workers.speculation.ngram import NgramProposer
 from slipring.workers.speculation.proposer import NullProposer, Proposer
 from slipring.workers.speculation.step_costs import StepCosts
 from slipring.workers.speculation.suffix import Limits, SuffixProposer
+from slipring.workers.speculation.tree_search import TreeShape
 
 _SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Tokens of a decode step whose cost is measured at start."""
@@ -81,7 +82,9 @@ def _draft_model(config: WorkerConfig, runner: Runner, progress: ProgressFn | No
 
 def _eagle(config: WorkerConfig, path: Path, runner: Runner) -> EagleProposer:
     target = Target(config.model, runner.model, runner.kv, runner.table, runner.rows, runner.builder, runner.sampler)
+    assert config.speculation is not None
+    shape = TreeShape.of(config.speculation.tree_depth, config.max_draft, config.speculation.token_tree)
     try:
-        return EagleProposer(target, load_head(path, config.model))
+        return EagleProposer(target, load_head(path, config.model), shape)
     except (OSError, ValueError, SafetensorError, msgspec.DecodeError) as error:
         raise StartRefused(f"the head for --speculative-config cannot be loaded: {error}") from error

@@ -12,6 +12,7 @@ from a time when the head was not run. It is not drafted for as long as it lives
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -31,7 +32,10 @@ from slipring.workers.rows import Rows
 from slipring.workers.sampler import Sampler
 from slipring.workers.speculation.eagle_head import MATRICES, EagleHead
 from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer
+from slipring.workers.speculation.tree_search import Fed, FloatArray, TreeSearch, TreeShape
 from slipring.workers.speculation.verify import Runs
+
+_CHAINS = TreeShape(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +54,9 @@ class Target:
 class EagleProposer(NullProposer):
     is_free = False
 
-    def __init__(self, target: Target, head: EagleHead) -> None:
+    def __init__(self, target: Target, head: EagleHead, shape: TreeShape = _CHAINS) -> None:
         """`head`: in float32, as it was loaded."""
-        self._target = target
+        self._target, self._shape = target, shape
         model = target.model
         dtype, num_rows = model.embedding.dtype, target.table.shape.num_rows
         weights = {"output": model.output_rows(head.token_ids)} | head.weights
@@ -60,14 +64,14 @@ class EagleProposer(NullProposer):
         packed = {name: pack_weight(cast[name]) for name in MATRICES if name in cast}
         self._head = replace(head, weights=cast | packed, multiply=linear)
         model.taps = head.taps
-        shape = target.kv.pools[0][0].shape
-        self._pools = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        keys, values = target.kv.pools[0]
+        self._pools = torch.zeros(keys.shape, dtype=dtype), torch.zeros(values.shape, dtype=dtype)
         self._feature = torch.zeros((num_rows, target.spec.hidden_size), dtype=dtype)
         """The head's guess of the target's feature at each row's last token."""
         self._ready: NDArray[np.bool_] = np.zeros(num_rows, bool)
         """Rows without a hole whose guess is of their last token."""
         self._begun: NDArray[np.bool_] = np.zeros(num_rows, bool)
-        self._entered: NDArray[np.bool_] = np.zeros(shape[0], bool)
+        self._entered: NDArray[np.bool_] = np.zeros(len(keys), bool)
         """Blocks whose positions have all been entered."""
         self._whole: NDArray[np.bool_] = np.zeros(num_rows, bool)
 
@@ -106,30 +110,28 @@ class EagleProposer(NullProposer):
     @torch.inference_mode()
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
         most = np.where(self._ready[rows], most, 0)
-        width = int(most.max(initial=0))
-        drafts = Drafts(np.zeros((len(rows), width), np.int64), most)
         at = np.flatnonzero(most)
         if not len(at):
-            return drafts
+            return Drafts.none(len(rows))
         of_rows = rows[at]
-        feature, position = self._feature[torch.from_numpy(of_rows)], self._target.rows.position[of_rows]
-        for place in range(width):
-            if place:
-                feature = self._step(of_rows, position + place - 1, drafts.tokens[at, place - 1], feature)
-            scores = self._head.scores(feature).float()
-            guess = self._target.sampler.guess(scores, self._head.token_ids, of_rows, position + place + 1)
-            drafts.tokens[at, place] = self._head.token_ids[guess].numpy()
-        return drafts
+        search = TreeSearch(self._shape, of_rows, self._target.rows.position[of_rows], most[at])
+        found = search.run(self._feature[torch.from_numpy(of_rows)], partial(self._read, of_rows), self._guess)
+        return found.of(at, len(rows))
 
-    def _step(self, rows: IntArray, position: IntArray, tokens: IntArray, feature: Tensor) -> Tensor:
-        """One more guess for each row: from the feature at `position`, and the token that follows it."""
-        ones = np.ones(len(rows), np.int64)
-        batch = self._target.builder.build(Entries(rows, position, ones, len(rows), Drafts.none(len(rows)), ones))
-        assert batch.entry_at is not None
-        order = torch.from_numpy(np.argsort(batch.entry_at))  # entries in the batch's order
+    def _read(self, rows: IntArray, fed: Fed, feature: Tensor) -> Tensor:
+        """One guess more behind each of these drafts, from the feature that it was guessed from."""
+        num_rows, width = fed.tokens.shape
+        entries = Entries(rows, fed.start, fed.num, num_rows, Drafts.none(num_rows, width), fed.num, fed.branches)
+        batch, tokens = self._target.builder.build(entries), fed.tokens[np.arange(width) < fed.num[:, None]]
         embedded = F.embedding(torch.from_numpy(tokens), self._target.model.embedding)
-        guessed = self._forward(batch, embedded[order], feature[order])
+        order = torch.argsort(batch.sample_at)  # the entries' tokens in the batch's order
+        guessed = self._forward(batch, embedded.index_select(0, order), feature.index_select(0, order))
         return guessed.index_select(0, batch.sample_at)
+
+    def _guess(self, feature: Tensor, rows: IntArray, position: IntArray, count: int) -> tuple[IntArray, FloatArray]:
+        scores, token_ids = self._head.scores(feature).float(), self._head.token_ids
+        at, logp = self._target.sampler.guesses(scores, token_ids, rows, position, count)
+        return token_ids[at].numpy(), logp.double().numpy()
 
     def _first(self, hidden: Tensor, at: Tensor) -> Tensor:
         """The target's features of the last forward pass, rows `at` of its batch."""

@@ -68,6 +68,20 @@ class Drafts:
         worth = None if self.worth is None else np.take_along_axis(self.worth, order, 1)
         return Drafts(np.take_along_axis(self.tokens, order, 1), num, parents, worth).first(num)
 
+    def of(self, at: IntArray, num_entries: int) -> Drafts:
+        """These as those of the entries `at`, among so many; the others have none."""
+        width = self.tokens.shape[1]
+        tokens, num = np.zeros((num_entries, width), np.int64), np.zeros(num_entries, np.int64)
+        tokens[at], num[at] = self.tokens, self.num
+        parents = worth = None
+        if self.parents is not None:
+            parents = np.broadcast_to(np.arange(-1, width - 1), tokens.shape).copy()
+            parents[at] = self.parents
+        if self.worth is not None:
+            worth = np.zeros(tokens.shape)
+            worth[at] = self.worth
+        return Drafts(tokens, num, parents, worth)
+
     @property
     def follows(self) -> IntArray:
         """`parents`, of chains too."""

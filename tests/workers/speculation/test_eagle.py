@@ -16,6 +16,7 @@ from slipring.shm.spec import ModelSpec
 from slipring.workers.speculation.eagle import EagleProposer, Target
 from slipring.workers.speculation.eagle_head import EagleHead
 from slipring.workers.speculation.head_files import load_head, save_head, shapes
+from slipring.workers.speculation.tree_search import Fed, TreeShape
 from tests.workers.runner_rig import GREEDY, Rig, Sequence
 from tests.workers.tiny_models import save_tiny
 
@@ -36,11 +37,17 @@ def head(spec: ModelSpec, tmp_path_factory: pytest.TempPathFactory, request: pyt
     return path
 
 
-def with_head(spec: ModelSpec, head: Path, **changes: object) -> tuple[Rig, EagleProposer]:
-    rig = Rig(spec, max_draft=3, num_blocks=256, **changes)
+DYNAMIC = TreeShape(3, num_children=3)
+FIXED = TreeShape.of(3, 7, ((0,), (1,), (0, 0), (0, 2), (1, 0), (0, 2, 0), (1, 0, 1)))
+
+
+def with_head(
+    spec: ModelSpec, head: Path, shape: TreeShape = TreeShape(None), max_draft: int = 3, block_size: int = 8
+) -> tuple[Rig, EagleProposer]:
+    rig = Rig(spec, max_draft=max_draft, num_blocks=256, block_size=block_size)
     runner = rig.runner
     target = Target(spec, rig.model, rig.kv, rig.table, runner.rows, runner.builder, runner.sampler)
-    runner.proposer = proposer = EagleProposer(target, load_head(head, spec))
+    runner.proposer = proposer = EagleProposer(target, load_head(head, spec), shape)
     return rig, proposer
 
 
@@ -58,9 +65,45 @@ def generate(rig: Rig, params: SamplingParams, chunk: int = 16) -> list[Sequence
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_a_head_changes_no_token(spec: ModelSpec, head: Path, params: SamplingParams) -> None:
     want = generate(Rig(spec, num_blocks=256), params)
-    got = generate(with_head(spec, head)[0], params)
-    for sequence, reference in zip(got, want, strict=True):
-        assert sequence.outputs[:20] == reference.outputs[:20]
+    for shape, most in ((TreeShape(None), 3), (DYNAMIC, 8), (FIXED, 7)):
+        got = generate(with_head(spec, head, shape, most)[0], params)
+        for sequence, reference in zip(got, want, strict=True):
+            assert sequence.outputs[:20] == reference.outputs[:20]
+
+
+def chain_worth(proposer: EagleProposer, row: int, tokens: list[int]) -> tuple[float, list[int]]:
+    """The head's chance for these drafts, read one after the other, and their ranks among its guesses."""
+    rows, position = np.array([row]), proposer._target.rows.position[[row]]
+    hidden, total, ranks = proposer._feature[[row]], 0.0, list[int]()
+    for place, token in enumerate(tokens):
+        found, logp = proposer._guess(hidden, rows, position + place + 1, 32)
+        ranks.append(found[0].tolist().index(token))
+        total += float(logp[0, ranks[-1]])
+        hidden = proposer._read(rows, Fed(np.array([1]), np.array([[token]]), position + place, None), hidden)
+    return float(np.exp(total)), ranks
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(("shape", "most"), [(DYNAMIC, 8), (DYNAMIC, 3), (FIXED, 7)], ids=["8", "3", "fixed"])
+def test_what_a_head_reads_in_a_tree_is_what_it_reads_in_chains(
+    spec: ModelSpec, head: Path, params: SamplingParams, shape: TreeShape, most: int
+) -> None:
+    rig, proposer = with_head(spec, head, shape, 8, block_size=4)
+    sequences = generate(rig, params)
+    rows = np.array([sequence.row for sequence in sequences])
+    drafts = proposer.propose(rows, np.full(len(rows), most))
+    assert drafts.worth is not None and (drafts.num == most).all()
+    for i, row in enumerate(rows.tolist()):
+        paths, all_ranks = [list[int]()], set[tuple[int, ...]]()
+        for token, parent in zip(drafts.tokens[i].tolist(), drafts.follows[i].tolist(), strict=True):
+            paths.append([*paths[parent + 1], token])
+        for draft, path in enumerate(paths[1:]):
+            worth, ranks = chain_worth(proposer, row, path)
+            assert drafts.worth[i, draft] == pytest.approx(worth, rel=1e-3)
+            assert len(path) == 1 or drafts.worth[i, draft] <= drafts.worth[i, drafts.follows[i, draft]]
+            all_ranks.add(tuple(ranks))
+        if shape is FIXED:
+            assert all_ranks == set(FIXED.paths)
 
 
 def dense_guess(rig: Rig, head: Path, tokens: list[int]) -> Tensor:
