@@ -3,7 +3,8 @@
 A step takes those drafts, of all rows, that make it yield the most tokens a second. A draft's worth is the chance that
 it and those before it are accepted: what the proposer says, corrected by what came of such sayings, or else, by the
 row's own record, which begins with everybody's. Of a tree those drafts are taken that are worth most. A row whose
-drafts are not worth their cost gets none, but is tried again with a few after a while, which doubles with each failure.
+drafts are not worth their cost is not asked for any, but is tried again with a few after a while, which doubles with
+each failure. All tries together may take a small share of the time.
 
 A proposer that takes time is only asked where its drafts would be worth that, too.
 """
@@ -42,6 +43,10 @@ _FIRST_SAYINGS = (4.0, 5.0)
 _TRY_DRAFTS = 2
 _FIRST_WAIT, _LONGEST_WAIT = 4, 64
 """Steps without drafts before a row is tried again."""
+_TRY_SHARE, _MOST_SAVED = 0.01, 0.1
+"""Time for tries: as a share of all, and how much of it is kept for later, as a share of a step."""
+_FEWER = 0.75
+"""A step with so many rows for each that there was asks all rows again: drafts are cheaper now."""
 _LEARN = 0.1
 _WORST = 3.0
 """Drafts that took longer than so many times what was expected count as if they had taken that."""
@@ -68,6 +73,12 @@ class AdaptiveProposer(NullProposer):
         self._sayings = _Record(num_rows, _FIRST_SAYINGS)
         """Drafts accepted, of those that the proposer expected to be."""
         self._waited, self._wait = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+        self._asleep: NDArray[np.bool_] = np.zeros(num_rows, bool)
+        """Rows that are not asked until they have waited."""
+        self._num_rows = 0
+        """Most rows of a step since a row fell asleep."""
+        self._for_tries = 0.0
+        """Seconds that tries may take."""
         self._depth, self._expected = np.zeros(num_rows, np.int64), np.zeros(num_rows)
         """Of the drafts of the step under way."""
         self._level_seconds: float | None = None
@@ -79,17 +90,30 @@ class AdaptiveProposer(NullProposer):
         self._levels.forget(row)
         self._sayings.forget(row)
         self._waited[row], self._wait[row] = 0, _FIRST_WAIT
+        self._asleep[row] = False
         self._depth[row] = 0
         self._proposer.admit(row, token_ids)
 
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
+        most = self._of_those_awake(rows, most)
+        if not most.any():
+            self._depth[rows], self._seconds = 0, 0.0
+            return Drafts.none(len(rows))
         if self._proposer.is_free:
             drafts = self._proposer.propose(rows, most)
             offered = drafts.num
+            tries = self._to_try(rows, offered)
         else:
-            drafts, offered = self._ask(rows, most), most
-        drafts = self._trim(rows, drafts)
-        self._waited[rows] = np.where(drafts.num > 0, 0, self._waited[rows] + (offered > 0))
+            tries, offered = self._to_try(rows, most), most
+            drafts = self._ask(rows, most, tries)
+        if not offered.any():
+            self._depth[rows] = 0
+            return drafts
+        drafts = self._trim(rows, drafts, tries)
+        took = drafts.num > 0
+        self._waited[rows[took]] = 0
+        self._asleep[rows[(offered > 0) & ~took]] = True
+        self._num_rows = max(self._num_rows, len(rows))
         return drafts
 
     def saw(self, entries: Entries, batch: Batch, hidden: Tensor, runs: Runs | None) -> None:
@@ -109,13 +133,29 @@ class AdaptiveProposer(NullProposer):
         """[R]: the chance that a draft is accepted when those before it were."""
         return self._levels.share(rows)
 
-    def _ask(self, rows: IntArray, most: IntArray) -> Drafts:
+    def _of_those_awake(self, rows: IntArray, most: IntArray) -> IntArray:
+        """`most`, but 0 for rows that wait."""
+        step = self._costs.at(len(rows))
+        self._for_tries = min(self._for_tries + step * _TRY_SHARE, step * _MOST_SAVED)
+        asleep = self._asleep[rows]
+        if not asleep.any():
+            return most
+        if len(rows) < self._num_rows * _FEWER:
+            self._asleep[:], self._num_rows = False, 0
+            return most
+        self._waited[rows] += asleep
+        if self._for_tries > 0:
+            asleep &= self._waited[rows] < self._wait[rows]
+            self._asleep[rows] = asleep
+        return np.where(asleep, 0, most)
+
+    def _ask(self, rows: IntArray, most: IntArray, tries: IntArray) -> Drafts:
         """What a proposer drafts that takes time: for the rows that are worth it."""
         levels = most if self._tree_depth is None else np.minimum(most, self._tree_depth)
         place = np.arange(int(levels.max(initial=0)))
         worth = self.acceptance(rows)[:, None] ** (place + 1)
         worth[place >= levels[:, None]] = 0.0
-        num = self._that_pay(worth, levels, self._level_seconds or 0.0) + self._to_try(rows, levels)
+        num = self._that_pay(worth, levels, self._level_seconds or 0.0) + tries
         asked = np.minimum(num, levels) if self._tree_depth is None else np.where(num > 0, most, 0)
         began = self._clock()
         drafts = self._proposer.propose(rows, asked)
@@ -124,7 +164,7 @@ class AdaptiveProposer(NullProposer):
             self._learn_seconds(self._seconds / int(np.minimum(asked, levels).max()))
         return drafts
 
-    def _trim(self, rows: IntArray, drafts: Drafts) -> Drafts:
+    def _trim(self, rows: IntArray, drafts: Drafts, tries: IntArray) -> Drafts:
         """Those that make the step yield the most."""
         if not drafts.num.any():
             self._depth[rows] = 0
@@ -132,7 +172,7 @@ class AdaptiveProposer(NullProposer):
         of_tokens = depths(drafts.follows)[:, 1:]
         there = np.arange(of_tokens.shape[1]) < drafts.num[:, None]
         worth = np.where(there, self._worth(rows, drafts, of_tokens), 0.0)
-        num = self._that_pay(worth, drafts.num) + self._to_try(rows, drafts.num)
+        num = self._that_pay(worth, drafts.num) + tries
         # A draft is worth no more than the one it follows, so the best ones are a tree.
         kept = there & (np.argsort(np.argsort(-worth, 1, kind="stable"), 1) < num[:, None])
         self._depth[rows] = np.where(kept, of_tokens, 0).max(1)
@@ -169,8 +209,18 @@ class AdaptiveProposer(NullProposer):
         return np.bincount(order[:best] // width, minlength=num_rows)
 
     def _to_try(self, rows: IntArray, num: IntArray) -> IntArray:
-        """[D]: drafts for rows that have waited for long enough."""
-        return np.where((num > 0) & (self._waited[rows] >= self._wait[rows]), _TRY_DRAFTS, 0)
+        """[D]: drafts for rows that have waited for long enough, those first that have waited longest."""
+        tries = np.zeros(len(rows), np.int64)
+        if self._for_tries <= 0:
+            return tries
+        due = np.flatnonzero((num > 0) & (self._waited[rows] >= self._wait[rows]))
+        if len(due):
+            step, longer = self._costs.at(len(rows)), self._costs.at(len(rows) + _TRY_DRAFTS)
+            cost = max(longer - step, step * _TRY_SHARE) + (self._level_seconds or 0.0) * _TRY_DRAFTS
+            due = due[np.argsort(-self._waited[rows[due]], kind="stable")][: 1 + int(self._for_tries / cost)]
+            tries[due] = _TRY_DRAFTS
+            self._for_tries -= len(due) * cost
+        return tries
 
     def _learn(self, rows: IntArray, accepted: IntArray) -> None:
         depth = self._depth[rows]

@@ -40,6 +40,8 @@ class GrammarProposer(NullProposer):
         self._inner.admit(row, token_ids)
 
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
+        if not self._constraints.any(rows):
+            return self._inner.propose(rows, most)
         forced = self._constraints.forced(rows, most)
         if not forced.num.any():
             return self._inner.propose(rows, most)

@@ -94,7 +94,7 @@ class NgramProposer(NullProposer):
 
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
         drafts = Drafts.none(len(rows), int(most.max(initial=0)))
-        parents = drafts.follows.copy()
+        parents = drafts.follows if self._tree_depth is None else drafts.follows.copy()
         for i, (row, count) in enumerate(zip(rows.tolist(), most.tolist(), strict=True)):
             if count > 0 and (index := self._index[row]) is not None:
                 if self._tree_depth is None:

@@ -90,6 +90,9 @@ def test_costs_never_fall_with_more_tokens_and_grow_beyond_the_measured() -> Non
     costs = StepCosts((1, 2, 4), [0.02, 0.01, 0.03])
     assert (np.diff(costs.of(np.arange(1, 5))) >= 0).all()
     assert costs.of(np.array([8]))[0] == pytest.approx(0.06)
+    for seconds in (0.02, 0.07, 0.01):
+        costs.observe(3, seconds)
+        assert [costs.at(size) for size in range(1, 12)] == pytest.approx(costs.of(np.arange(1, 12)).tolist())
 
 
 class Branching(NullProposer):
@@ -173,3 +176,30 @@ def test_whatever_is_kept_of_a_tree_hangs_where_it_hung(data: st.DataObject, wid
         hung = [-1 if parents[row, draft] < 0 else old.index(int(parents[row, draft])) for draft in old]
         assert cut.follows[row, :num].tolist() == hung
     assert (cut.follows < np.arange(cut.tokens.shape[1])).all()
+
+
+def test_tries_take_a_small_share_of_the_time_however_many_rows_there_are() -> None:
+    seconds = [0.010 * size for size in SIZES]  # each token costs as much as any other
+    made = run(adaptive(seconds), list(range(8)), [0.3] * 8, 400)
+    late = made[100:]
+    assert late.any(), "they are tried"
+    assert late.sum() <= 0.02 * late.size
+
+
+def test_rows_that_wait_are_not_asked_until_the_batch_shrinks() -> None:
+    asked: list[int] = []
+
+    class Counting(Eager):
+        def propose(self, rows: IntArray, most: IntArray) -> Drafts:
+            asked.append(int((most > 0).sum()))
+            return super().propose(rows, most)
+
+    # Tokens of few rows cost next to nothing, and those of many a lot.
+    proposer = AdaptiveProposer(Counting(), StepCosts((1, 2, 4, 8, 16), [0.01, 0.0101, 0.0103, 0.08, 0.16]), num_rows=8)
+    for row in range(8):
+        proposer.admit(row, np.zeros(0, np.int32))
+    run(proposer, list(range(8)), [0.5] * 8, 100)
+    assert sum(asked) < 0.3 * 8 * 100
+    asked.clear()
+    made = run(proposer, [3], [1.0], 30)
+    assert asked[0] == 1 and (made[5:] > 0).all()
