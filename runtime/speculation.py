@@ -23,6 +23,7 @@ MAX_DRAFT = 32
 _DEFAULT_DRAFT, _FORCED_DRAFT = 5, 16
 _DEFAULT_RANGES = ((1, 8, MAX_NODES), (9, 32, 2), (33, 33, 0))
 """Drafts by the number of decode rows when none are given. A CPU's step costs by its tokens from a few dozen on."""
+_HEAD_FILES = ("model.safetensors", "pytorch_model.bin")
 _KEYS_OF = {"prompt_lookup": "ngram", "suffix_decoding": "suffix"}
 """Beginnings of keys that mean something to one method alone."""
 _NGRAM_SIZES = (2, 5)
@@ -59,9 +60,9 @@ def parse_speculation(text: str) -> SpeculativeConfig:
     try:
         given = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
-        raise SpeculationError(f"not valid JSON ({error}); write '{{\"method\": \"ngram\"}}'") from None
+        raise SpeculationError(f'not valid JSON ({error}); write \'{{"method": "ngram"}}\'') from None
     if not isinstance(given, dict):
-        raise SpeculationError("must be a JSON object, such as '{\"method\": \"ngram\"}'")
+        raise SpeculationError('must be a JSON object, such as \'{"method": "ngram"}\'')
     known = [field.name for field in msgspec.structs.fields(SpeculativeConfig)]
     for key in given:
         if key not in known:
@@ -143,6 +144,8 @@ def _default_draft(config: SpeculativeConfig) -> int:
 def _checked(config: SpeculativeConfig, given: Iterable[str]) -> SpeculativeConfig:
     if config.method is None and config.model in ("ngram", "[ngram]"):
         config = msgspec.structs.replace(config, method="ngram", model=None)
+    if config.method == "eagle3":  # which of them a head is, its files say
+        config = msgspec.structs.replace(config, method="eagle")
     if config.method not in METHODS:
         raise SpeculationError(f"method must be one of {', '.join(METHODS)}; got {config.method!r}")
     if config.num_speculative_tokens is not None and not 1 <= config.num_speculative_tokens <= MAX_DRAFT:
@@ -156,8 +159,11 @@ def _checked(config: SpeculativeConfig, given: Iterable[str]) -> SpeculativeConf
     _check_tree(config)
     if config.method == "draft_model" and not config.model:
         raise SpeculationError("model must be the draft model: a directory, a .gguf file or an alias")
-    if config.method == "eagle" and not (config.model and Path(config.model, "model.safetensors").is_file()):
-        raise SpeculationError(f"model must be the directory of a head (slipring train-draft); got {config.model!r}")
+    if config.method == "eagle" and not (config.model and any(Path(config.model, f).is_file() for f in _HEAD_FILES)):
+        raise SpeculationError(
+            f"model must be the directory of a head, with {' or '.join(_HEAD_FILES)} (slipring train-draft makes one); "
+            f"got {config.model!r}"
+        )
     low, high = config.prompt_lookup_min, config.prompt_lookup_max
     for key, value in (("prompt_lookup_min", low), ("prompt_lookup_max", high)):
         if value is not None and not 1 <= value <= 64:

@@ -131,3 +131,9 @@ def test_what_is_wrong_with_a_tree_is_named(tmp_path: Path, tree: str, words: st
 def test_trees_where_there_are_none(keys: str, words: str) -> None:
     with pytest.raises(SpeculationError, match=words):
         parse_speculation(f"{{{keys}}}")
+
+
+def test_eagle3_is_eagle(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").touch()
+    config = parse_speculation(f'{{"method": "eagle3", "model": "{tmp_path}"}}')
+    assert config.method == "eagle"

@@ -85,6 +85,6 @@ def _eagle(config: WorkerConfig, path: Path, runner: Runner) -> EagleProposer:
     assert config.speculation is not None
     shape = TreeShape.of(config.speculation.tree_depth, config.max_draft, config.speculation.token_tree)
     try:
-        return EagleProposer(target, load_head(path, config.model), shape)
+        return EagleProposer(target, load_head(path, config.model, config.max_model_len), shape)
     except (OSError, ValueError, SafetensorError, msgspec.DecodeError) as error:
         raise StartRefused(f"the head for --speculative-config cannot be loaded: {error}") from error

@@ -61,6 +61,7 @@ class EagleProposer(NullProposer):
         dtype, num_rows = model.embedding.dtype, target.table.shape.num_rows
         weights = {"output": model.output_rows(head.token_ids)} | head.weights
         cast = {name: weight.to(dtype) for name, weight in weights.items()}
+        self._cos_sin = model.cos_sin if head.cos_sin is None else head.cos_sin.to(dtype)
         packed = {name: pack_weight(cast[name]) for name in MATRICES if name in cast}
         self._head = replace(head, weights=cast | packed, multiply=linear)
         model.taps = head.taps
@@ -141,7 +142,7 @@ class EagleProposer(NullProposer):
         return self._head.first(model.normed(hidden, at), ())
 
     def _forward(self, batch: Batch, embedded: Tensor, feature: Tensor) -> Tensor:
-        cos_sin, scale = self._target.model.cos_sin, self._target.spec.head_dim**-0.5
+        cos_sin, scale = self._cos_sin, self._target.spec.head_dim**-0.5
 
         def attend(heads: Tensor, value: Tensor) -> Tensor:
             return batch.attention.layer(heads, value, cos_sin, self._pools, scale)

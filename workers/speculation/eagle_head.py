@@ -50,7 +50,7 @@ class EagleHead:
     """The head's computation, over weights that `multiply` takes."""
 
     spec: ModelSpec
-    """The target's."""
+    """The target's, but for the head's `rms_norm_eps`."""
     weights: dict[str, Tensor]
     """With `output`."""
     token_ids: Tensor
@@ -58,6 +58,8 @@ class EagleHead:
     taps: tuple[int, ...] = ()
     """The residual stream behind so many layers each; none: an EAGLE head."""
     multiply: Multiply = F.linear
+    cos_sin: Tensor | None = None
+    """[max_model_len, 2, head_dim]: the head's own rotation; None: the target's."""
 
     def first(self, normed: Tensor, tapped: Sequence[Tensor]) -> Tensor:
         """The target's features, [T, hidden]: from its normed last hidden states [T, hidden], or from each tap's

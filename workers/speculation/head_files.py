@@ -1,4 +1,5 @@
-"""A draft head's directory, as `slipring train-draft` writes it: `config.json` and `model.safetensors`.
+"""A draft head's directory, as `slipring train-draft` writes it: `config.json` and `model.safetensors`; others' are
+read by `published_heads.py`.
 
 Matrices are int8 with a scale for each row, vectors half precision. The target's output matrix is not stored: its
 rows of the head's vocabulary are read from the target.
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from slipring.shm.spec import ModelSpec
 from slipring.workers.speculation.eagle_head import EagleHead
+from slipring.workers.speculation.published_heads import load_published
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -48,6 +50,13 @@ def is_matrix(name: str) -> bool:
     return not name.endswith("norm")
 
 
+def _is_ours(path: Path) -> bool:
+    if not (path / WEIGHTS).is_file():
+        return False
+    with safe_open(path / WEIGHTS, "pt") as file:
+        return "token_ids" in file.keys()  # noqa: SIM118
+
+
 def save_head(path: Path, head: EagleHead, about: dict[str, object]) -> None:
     """Write the directory `path`; `about` goes into `config.json` as well."""
     stored = {"token_ids": head.token_ids.to(torch.int32)}
@@ -64,8 +73,11 @@ def save_head(path: Path, head: EagleHead, about: dict[str, object]) -> None:
     (path / CONFIG).write_text(json.dumps({"method": "eagle", "taps": head.taps, **about}, indent=1) + "\n")
 
 
-def load_head(path: Path, spec: ModelSpec) -> EagleHead:
-    """The head, in float32, without `output`. Raises OSError, or ValueError when it is not a head for this model."""
+def load_head(path: Path, spec: ModelSpec, max_model_len: int) -> EagleHead:
+    """The head, in float32, without `output` when that is the target's. Raises OSError, SafetensorError or
+    msgspec.DecodeError, or ValueError when it is not a head for this model."""
+    if not _is_ours(path):
+        return load_published(path, spec, max_model_len)
     config = msgspec.json.decode((path / CONFIG).read_bytes(), type=HeadConfig)
     weights: dict[str, Tensor] = {}
     with safe_open(path / WEIGHTS, "pt") as file:

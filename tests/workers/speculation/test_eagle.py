@@ -47,7 +47,7 @@ def with_head(
     rig = Rig(spec, max_draft=max_draft, num_blocks=256, block_size=block_size)
     runner = rig.runner
     target = Target(spec, rig.model, rig.kv, rig.table, runner.rows, runner.builder, runner.sampler)
-    runner.proposer = proposer = EagleProposer(target, load_head(head, spec), shape)
+    runner.proposer = proposer = EagleProposer(target, load_head(head, spec, 128), shape)
     return rig, proposer
 
 
@@ -111,7 +111,7 @@ def dense_guess(rig: Rig, head: Path, tokens: list[int]) -> Tensor:
     spec, model = rig.config.model, rig.model
     other = Rig(spec, num_blocks=256)
     sequence = other.admit(tokens[:-1])
-    other.model.taps = (loaded := load_head(head, spec)).taps
+    other.model.taps = (loaded := load_head(head, spec, 128)).taps
     seen: list[Tensor] = []
     inner = other.model.hidden
     other.model.hidden = lambda batch, kv: seen.append(inner(batch, kv)) or seen[-1]  # type: ignore[method-assign]
@@ -166,4 +166,4 @@ def test_a_head_for_another_model_is_refused(spec: ModelSpec, head: Path, tmp_pa
     other = save_tiny("qwen3", tmp_path)[0]
     if shapes(other) != shapes(spec):
         with pytest.raises(ValueError, match="another model"):
-            load_head(head, other)
+            load_head(head, other, 128)

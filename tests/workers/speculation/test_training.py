@@ -60,7 +60,7 @@ def test_a_trained_head_is_right_more_often_than_not(
     assert report.final and len(report.accepted) == 5
     assert {each.phase for each in reports} == {"read", "train"}
     assert learnt[0] > 0.4 and sum(learnt) > max(0.6, sum(before[:3])), (before, learnt)
-    assert torch.equal(load_head(tmp_path / "head", spec).token_ids, trainer.token_ids)
+    assert torch.equal(load_head(tmp_path / "head", spec, 128).token_ids, trainer.token_ids)
     assert_served(spec, tmp_path / "head", sequences, 1 + sum(learnt))
 
 
@@ -69,7 +69,7 @@ def assert_served(spec: ModelSpec, head: Path, sequences: list[Sequence], mean_l
     rig = Rig(spec, num_blocks=512, max_draft=3)
     runner = rig.runner
     target = Target(spec, rig.model, rig.kv, rig.table, runner.rows, runner.builder, runner.sampler)
-    runner.proposer = EagleProposer(target, load_head(head, spec))
+    runner.proposer = EagleProposer(target, load_head(head, spec, 128))
     num_steps = 0
     for reference in sequences:
         prompt = reference.tokens[: -len(reference.outputs)]

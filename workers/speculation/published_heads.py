@@ -1,0 +1,172 @@
+"""EAGLE heads as their authors publish them (yuhuili/EAGLE-* and EAGLE3-*, also in vLLM's naming), read as they are.
+
+EAGLE and EAGLE-2: `fc` over embedding and hidden state, one layer `layers.0` without a norm of its input (if there is
+one, it is used), nothing behind it, and the target's output matrix over the whole vocabulary.
+
+EAGLE-3: `fc` over the target's residual stream at three depths, `midlayer` (or `layers.0`) whose attention reads the
+embedding and the feature side by side, `norm` and `lm_head` over a vocabulary of its own; `d2t` says how far above
+its number in that vocabulary a token's id is.
+
+`embed_tokens` is the target's, and is taken from there.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from slipring.kernels.rope import build_cos_sin, inverse_frequencies
+from slipring.shm.spec import ModelSpec
+from slipring.workers.speculation.eagle_head import EagleHead
+
+SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
+_THETA, _EPS = 10_000.0, 1e-6
+"""What Hugging Face's LlamaConfig says when a config does not."""
+_NOT_READ = ("embed_tokens.weight", "t2d")
+
+
+class _AuxLayers(msgspec.Struct, frozen=True):
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
+
+
+class PublishedConfig(msgspec.Struct, frozen=True):
+    """What counts of a published head's `config.json`."""
+
+    rms_norm_eps: float = _EPS
+    rope_theta: float = _THETA
+    rope_scaling: dict[str, Any] | None = None
+    max_position_embeddings: int = 2048
+    hidden_act: str = "silu"
+    eagle_config: _AuxLayers = _AuxLayers()
+    eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
+
+
+def load_published(path: Path, spec: ModelSpec, max_model_len: int) -> EagleHead:
+    """In float32. EAGLE's comes without `output`. Raises OSError, or ValueError that says what does not fit."""
+    config = msgspec.json.decode((path / "config.json").read_bytes(), type=PublishedConfig)
+    if config.hidden_act != "silu":
+        raise ValueError(f"{path}: hidden_act {config.hidden_act!r} is not supported (silu is)")
+    tensors = _Tensors(path, _read(path))
+    layer = "midlayer" if tensors.has("midlayer.self_attn.q_proj.weight") else "layers.0"
+    is_eagle3 = tensors.width(f"{layer}.self_attn.q_proj.weight") == 2 * spec.hidden_size
+    taps = _taps(path, config, spec) if is_eagle3 else ()
+    head_spec = msgspec.structs.replace(spec, rms_norm_eps=config.rms_norm_eps)
+    weights = _layer(tensors, layer, spec, 2 if is_eagle3 else 1)
+    weights |= _around(tensors, layer, spec, taps)
+    token_ids = _vocabulary(tensors, spec, weights)
+    tensors.finish()
+    inv_freq, factor = inverse_frequencies(
+        spec.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings, max_model_len
+    )
+    cos_sin = build_cos_sin(inv_freq, factor, max_model_len, torch.float32)
+    return EagleHead(head_spec, weights, token_ids, taps, cos_sin=cos_sin)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if (path / SAFETENSORS).is_file():
+        with safe_open(path / SAFETENSORS, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys() if name not in _NOT_READ}  # noqa: SIM118
+    try:
+        tensors = torch.load(path / PICKLED, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{path / PICKLED} holds more than tensors: {error}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise ValueError(f"{path / PICKLED} is no dictionary of tensors")
+    return {name: tensor for name, tensor in tensors.items() if name not in _NOT_READ}
+
+
+class _Tensors:
+    """Hands out each tensor once, and names what is missing, wrong or left."""
+
+    def __init__(self, path: Path, tensors: dict[str, Tensor]) -> None:
+        self._path, self._tensors = path, tensors
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
+    def width(self, name: str) -> int:
+        return self._tensors[name].shape[-1] if name in self._tensors else 0
+
+    def rows(self, name: str) -> int:
+        return len(self._tensors[name])
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        if name not in self._tensors:
+            raise ValueError(f"{self._path}: {name} is missing: is this an EAGLE head?")
+        tensor = self._tensors.pop(name)
+        if tensor.shape != shape:
+            found, needed = list(tensor.shape), list(shape)
+            raise ValueError(f"{self._path}: {name} is {found}, this model needs {needed}: made for another model?")
+        return tensor if tensor.dtype == torch.int64 else tensor.float()
+
+    def maybe(self, name: str, *shape: int) -> Tensor | None:
+        return self.take(name, *shape) if self.has(name) else None
+
+    def finish(self) -> None:
+        if self._tensors:
+            raise ValueError(f"{self._path}: {', '.join(sorted(self._tensors)[:4])}: not part of an EAGLE head we know")
+
+
+def _taps(path: Path, config: PublishedConfig, spec: ModelSpec) -> tuple[int, ...]:
+    """EAGLE-3's depths unless the config has others."""
+    given = config.eagle_aux_hidden_state_layer_ids or config.eagle_config.eagle_aux_hidden_state_layer_ids
+    taps = given or (2, spec.num_layers // 2, spec.num_layers - 3)
+    if list(taps) != sorted(set(taps)) or not 1 <= taps[0] <= taps[-1] <= spec.num_layers:
+        raise ValueError(f"{path}: the target has no rising layers {list(taps)}: it has {spec.num_layers}")
+    return tuple(taps)
+
+
+def _layer(tensors: _Tensors, layer: str, spec: ModelSpec, width: int) -> dict[str, Tensor]:
+    """The decoder layer; its attention reads `width` vectors side by side. The feed-forward part has its own size."""
+    hidden, heads = spec.hidden_size, spec.num_heads * spec.head_dim
+    sizes = {"q": heads, "k": spec.num_kv_heads * spec.head_dim, "v": spec.num_kv_heads * spec.head_dim}
+    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+    qkv = [tensors.take(f"{attention}.{x}_proj.weight", size, width * hidden) for x, size in sizes.items()]
+    biases = [tensors.maybe(f"{attention}.{x}_proj.bias", size) for x, size in sizes.items()]
+    middle = tensors.rows(f"{mlp}.gate_proj.weight") if tensors.has(f"{mlp}.gate_proj.weight") else 0
+    gate_up = [tensors.take(f"{mlp}.{x}_proj.weight", middle, hidden) for x in ("gate", "up")]
+    given = [bias for bias in biases if bias is not None]
+    return {
+        "qkv": torch.cat(qkv),
+        "out": tensors.take(f"{attention}.o_proj.weight", hidden, heads),
+        "gate_up": torch.cat(gate_up),
+        "down": tensors.take(f"{mlp}.down_proj.weight", hidden, middle),
+        "mlp_norm": tensors.take(f"{layer}.post_attention_layernorm.weight", hidden),
+        **({"qkv_bias": torch.cat(given)} if len(given) == len(biases) else {}),
+    }
+
+
+def _around(tensors: _Tensors, layer: str, spec: ModelSpec, taps: tuple[int, ...]) -> dict[str, Tensor]:
+    """What stands before and behind the layer."""
+    hidden = spec.hidden_size
+    found: dict[str, Tensor | None] = {
+        "fuse": tensors.take("fc.weight", hidden, (len(taps) or 2) * hidden),
+        "fuse_bias": tensors.maybe("fc.bias", hidden),
+    }
+    if taps:
+        found["embedding_norm"] = tensors.take(f"{layer}.input_layernorm.weight", hidden)
+        found["input_norm"] = tensors.take(f"{layer}.hidden_norm.weight", hidden)
+        found["norm"] = tensors.take("norm.weight", hidden)
+    else:
+        found["input_norm"] = tensors.maybe(f"{layer}.input_layernorm.weight", hidden)
+        found["norm"] = tensors.maybe("norm.weight", hidden)
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def _vocabulary(tensors: _Tensors, spec: ModelSpec, weights: dict[str, Tensor]) -> Tensor:
+    """[n] int64; puts the head's own output matrix, if it has one, into `weights`."""
+    num = tensors.rows("lm_head.weight") if tensors.has("lm_head.weight") else spec.vocab_size
+    if tensors.has("lm_head.weight"):
+        weights["output"] = tensors.take("lm_head.weight", num, spec.hidden_size)
+    token_ids = torch.arange(num)
+    if (shift := tensors.maybe("d2t", num)) is not None:
+        token_ids = token_ids + shift.long()
+    if len(token_ids) and (token_ids.min() < 0 or token_ids.max() >= spec.vocab_size):
+        raise ValueError(f"the head guesses token {int(token_ids.max())}, this model has {spec.vocab_size}")
+    return token_ids
