@@ -104,8 +104,10 @@ class AdaptiveProposer(NullProposer):
             offered = drafts.num
             tries = self._to_try(rows, offered)
         else:
-            tries, offered = self._to_try(rows, most), most
-            drafts = self._ask(rows, most, tries)
+            tries = self._to_try(rows, most)
+            drafts, asked = self._ask(rows, most, tries)
+            # A row that had to be asked and has no drafts (it catches up, perhaps) is not one that is not worth it.
+            offered = np.where(asked > 0, drafts.num, most)
         if not offered.any():
             self._depth[rows] = 0
             return drafts
@@ -149,8 +151,8 @@ class AdaptiveProposer(NullProposer):
             self._asleep[rows] = asleep
         return np.where(asleep, 0, most)
 
-    def _ask(self, rows: IntArray, most: IntArray, tries: IntArray) -> Drafts:
-        """What a proposer drafts that takes time: for the rows that are worth it."""
+    def _ask(self, rows: IntArray, most: IntArray, tries: IntArray) -> tuple[Drafts, IntArray]:
+        """What a proposer drafts that takes time, and how many it was asked for: of the rows that are worth it."""
         levels = most if self._tree_depth is None else np.minimum(most, self._tree_depth)
         place = np.arange(int(levels.max(initial=0)))
         worth = self.acceptance(rows)[:, None] ** (place + 1)
@@ -162,7 +164,7 @@ class AdaptiveProposer(NullProposer):
         self._seconds = self._clock() - began
         if drafts.num.any():
             self._learn_seconds(self._seconds / int(np.minimum(asked, levels).max()))
-        return drafts
+        return drafts, asked
 
     def _trim(self, rows: IntArray, drafts: Drafts, tries: IntArray) -> Drafts:
         """Those that make the step yield the most."""

@@ -203,3 +203,20 @@ def test_rows_that_wait_are_not_asked_until_the_batch_shrinks() -> None:
     asked.clear()
     made = run(proposer, [3], [1.0], 30)
     assert asked[0] == 1 and (made[5:] > 0).all()
+
+
+def test_a_proposer_that_is_not_ready_yet_is_asked_again_at_once() -> None:
+    class Late(Eager):
+        is_free = False
+        num_asked = 0
+
+        def propose(self, rows: IntArray, most: IntArray) -> Drafts:
+            self.num_asked += int(most.any())
+            ready = self.num_asked > 5
+            return super().propose(rows, most) if ready else Drafts.none(len(rows), int(most.max()))
+
+    late = Late()
+    proposer = AdaptiveProposer(late, StepCosts(SIZES, FLAT), num_rows=8)
+    proposer.admit(3, np.zeros(0, np.int32))
+    made = run(proposer, [3], [1.0], 12)[:, 0]
+    assert (made[:5] == 0).all() and (made[5:] > 0).all()
