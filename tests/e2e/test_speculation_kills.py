@@ -1,4 +1,4 @@
-"""A worker that is killed in the middle of a speculating batch: every token as without speculation and without deaths.
+"""A worker that is killed in the middle of a speculating batch, or a pool too small for it: every token as without.
 
 On a tiny random model, whose steps cost next to nothing. Greedy, seeded and constrained streams, side by side.
 """
@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -44,20 +45,29 @@ def undisturbed(model: str) -> list[list[int]]:
 def test_a_speculating_batch_goes_on_with_its_tokens(
     model: str, undisturbed: list[list[int]], method: str, tmp_path: Path
 ) -> None:
+    config = _config(method, model, tmp_path)
+    assert uvloop.run(_tokens(model, config, True)) == undisturbed
+
+
+@pytest.mark.parametrize("method", ["suffix", "draft_model"])
+def test_preemption_changes_no_token(model: str, undisturbed: list[list[int]], method: str, tmp_path: Path) -> None:
+    config = _config(method, model, tmp_path)
+    found = uvloop.run(_tokens(model, config, False, num_gpu_blocks_override=50, async_scheduling=method == "suffix"))
+    assert found == undisturbed
+
+
+def _config(method: str, model: str, directory: Path) -> str:
     config: dict[str, object] = {"method": method} | WIDE
     if method == "draft_model":
         config["model"] = model
     if method == "eagle":
-        config = {**json.loads(random_head(model, tmp_path)), **WIDE}
-    assert uvloop.run(_tokens(model, json.dumps(config), True)) == undisturbed
+        config = {**json.loads(random_head(model, directory)), **WIDE}
+    return json.dumps(config)
 
 
-async def _tokens(model: str, config: str | None, kills: bool) -> list[list[int]]:
-    engine = Engine(
-        EngineConfig(
-            model=model, max_num_seqs=16, cpu_threads=1, num_gpu_blocks_override=400, speculative_config=config
-        )
-    )
+async def _tokens(model: str, config: str | None, kills: bool, **settings: Any) -> list[list[int]]:
+    settings = {"num_gpu_blocks_override": 400, "speculative_config": config, **settings}
+    engine = Engine(EngineConfig(model=model, max_num_seqs=16, cpu_threads=1, **settings))
     await engine.start()
     try:
         grammar = await engine.compile_grammar(GrammarSpec("regex", PATTERN), "regex")
@@ -70,7 +80,9 @@ async def _tokens(model: str, config: str | None, kills: bool) -> list[list[int]
             assert before > 0, "it did not speculate"
         for _, done in streams:
             await asyncio.wait_for(done.wait(), 60)
-        assert config is None or engine.stats().num_drafts > NUM_STREAMS
+        stats = engine.stats()
+        assert config is None or stats.num_drafts > NUM_STREAMS
+        assert (stats.num_preemptions > 0) == (settings["num_gpu_blocks_override"] < 100)
         return [tokens for tokens, _ in streams]
     finally:
         await engine.stop()
