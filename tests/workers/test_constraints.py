@@ -29,6 +29,7 @@ from tests.workers.constrained_rig import (
     with_grammars,
 )
 from tests.workers.runner_rig import GREEDY, Rig
+from tests.workers.speculation.test_tree import Oracle
 
 
 class Seer(NullProposer):
@@ -106,15 +107,17 @@ def test_a_preempted_row_keeps_its_penalties_and_its_least_number_of_tokens(spec
         assert expected.outputs[:cut] + again.outputs == expected.outputs
 
 
-@pytest.mark.parametrize("num_right", [0, 2, 4], ids=["wrong", "half", "right"])
-def test_drafts_that_may_break_the_grammar_change_no_token(spec: ModelSpec, num_right: int) -> None:
+@pytest.mark.parametrize("num_right", [0, 2, 4, None], ids=["wrong", "half", "right", "a tree"])
+def test_drafts_that_may_break_the_grammar_change_no_token(spec: ModelSpec, num_right: int | None) -> None:
     """Beside a free row; wrong drafts are mostly against the grammar, too."""
     plain = rig(spec)
     want = [plain.admit(PROMPT, constrained(seed)) for seed in range(3)] + [plain.admit(PROMPT, GREEDY)]
     run_to_the_end(plain, want[:3])
     plain.generate(want[3:], 40)
-    seer = Seer(num_right)
-    ours = with_grammars(Rig(spec, proposer=seer, max_draft=4), json_grammar(SCHEMA), LETTERS)
+    seer = Oracle({}) if num_right is None else Seer(num_right)
+    ours = with_grammars(
+        Rig(spec, proposer=seer, max_draft=4 if num_right is not None else 8), json_grammar(SCHEMA), LETTERS
+    )
     rows = [ours.admit(PROMPT, constrained(seed)) for seed in range(3)] + [ours.admit(PROMPT, GREEDY)]
     seer.answers = {row.row: reference.outputs for row, reference in zip(rows, want, strict=True)}
     run_to_the_end(ours, rows[:3])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from slipring.kernels.spec_verify import verify_tree_ref
 from slipring.shm.params import SamplingParams
@@ -15,7 +16,7 @@ from slipring.workers.entries import Entries
 from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer
 from slipring.workers.speculation.tree import branches_of, depths, lineage
 from slipring.workers.speculation.verify import verify
-from tests.workers.runner_rig import Rig, Sequence
+from tests.workers.runner_rig import GREEDY, Rig, Sequence
 from tests.workers.speculation.test_chain import KINDS, NUM_OUTPUTS, prompts
 from tests.workers.tiny_models import save_tiny
 
@@ -39,8 +40,8 @@ def sampling_rig(spec: ModelSpec) -> Rig:
 class Oracle(NullProposer):
     """Knows the answers, and hides some of them in trees of wrong guesses."""
 
-    def __init__(self, answers: dict[int, list[int]], forked: bool = True) -> None:
-        self.answers, self._forked = answers, forked
+    def __init__(self, answers: dict[int, list[int]]) -> None:
+        self.answers = answers
         self._told: dict[int, int] = {}
         self._random = np.random.default_rng(8)
         self.num_steps = self.num_forks = 0
@@ -141,3 +142,42 @@ def test_trees_change_no_token_and_leave_the_cache_of_chains(spec: ModelSpec, ki
         num = min(sequence.num_computed, reference.num_computed)
         assert num >= len(reference.tokens) - 2
         assert (cached(rig, sequence, num) - cached(plain, reference, num)).abs().max() < 1e-4
+
+
+def test_log_probabilities_behind_a_tree_are_those_without(spec: ModelSpec) -> None:
+    def run(proposer: NullProposer, most: int) -> list[tuple[int, float, list[int]]]:
+        rig = Rig(spec, proposer=proposer, max_draft=most, num_blocks=256)
+        sequence, found = rig.admit(prompts()[4], LOGPROBS), list[tuple[int, float, list[int]]]()
+        while len(found) < 20:
+            chunk = [] if sequence.outputs else [(sequence, len(sequence.tokens))]
+            rig.run([sequence] if sequence.outputs else [], chunk)
+            for place in range(int(rig.output.num_accepted[0])):
+                top = rig.output.top_ids[place, :3].tolist()
+                found.append((int(rig.output.tokens[0, place]), float(rig.output.logprob[place]), top))
+        return found
+
+    want = run(NullProposer(), 0)
+    oracle = Oracle({0: [token for token, *_ in want]})
+    for (token, logprob, top), reference in zip(run(oracle, 9), want, strict=False):
+        assert (token, top) == (reference[0], reference[2])
+        assert logprob == pytest.approx(reference[1], abs=1e-4)
+    assert oracle.num_steps < 15
+
+
+def test_bad_words_are_those_of_each_path(spec: ModelSpec) -> None:
+    def run(proposer: NullProposer, most: int, words: list[tuple[tuple[int, ...], ...]]) -> list[Sequence]:
+        rig = Rig(spec, proposer=proposer, max_draft=most, num_blocks=256)
+        pairs = zip(prompts(), words, strict=True)
+        sequences = [rig.admit(prompt, replace(GREEDY, bad_words=of_row)) for prompt, of_row in pairs]
+        rig.generate(sequences, NUM_OUTPUTS, chunk=16)
+        return sequences
+
+    free = [sequence.outputs for sequence in run(NullProposer(), 0, [()] * len(prompts()))]
+    words = [(tuple(outputs[3:5]), tuple(outputs[8:11]), tuple(outputs[1:4])) for outputs in free]
+    want = run(NullProposer(), 0, words)
+    assert all(
+        sequence.outputs[:NUM_OUTPUTS] != outputs[:NUM_OUTPUTS] for sequence, outputs in zip(want, free, strict=True)
+    )
+    for answers in ([sequence.outputs for sequence in want], free):  # also what is forbidden
+        got = run(Oracle(dict(enumerate(answers))), 9, words)
+        assert [s.outputs[:NUM_OUTPUTS] for s in got] == [s.outputs[:NUM_OUTPUTS] for s in want]
