@@ -228,11 +228,14 @@ class AdaptiveProposer(NullProposer):
         depth = self._depth[rows]
         accepted = np.minimum(accepted, depth)  # somebody else may have added to the drafts
         self._levels.learn(rows, accepted, np.minimum(accepted + 1, depth))
+        right = accepted == depth
         if (expected := self._expected[rows]).any():
             self._sayings.learn(rows, accepted, expected)
             self._expected[rows] = 0.0
+            # Who says what drafts are worth has most of a tree for nothing, and still is right.
+            right |= (expected > 0) & (accepted > 0)
         longer = np.minimum(self._wait[rows] * 2, _LONGEST_WAIT)
-        self._wait[rows] = np.where(accepted == depth, _FIRST_WAIT, longer)
+        self._wait[rows] = np.where(right, _FIRST_WAIT, longer)
 
     def _learn_seconds(self, seconds: float) -> None:
         if self._level_seconds is None:
