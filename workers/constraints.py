@@ -120,14 +120,14 @@ class Constraints:
             self._move_on(self._advance, rows[at], at, landed)
 
     def look_for_forced(self) -> None:
-        """`forced` will be asked."""
+        """`forced` will be asked. Where it has no use for an answer, the next step's is not looked for."""
         self._finds_forced = True
 
     def forced(self, rows: IntArray, most: IntArray) -> Drafts:
         """Tokens that must follow the last ones of rows [D], at most `most` [D]. Waits until all tokens are accepted,
         but for no mask. Raises what that raised."""
         at = np.flatnonzero(self._is_bound[rows] & (most > 0))
-        found = {}
+        self._finds_forced, found = len(at) > 0, {}
         if len(at) and self._advanced is not None:
             self._advanced.result()
             found = {i: tokens[: most[i]] for i in at.tolist() if (tokens := self._forced.get(int(rows[i])))}
@@ -176,9 +176,9 @@ class Constraints:
         return list(runs)
 
     def _find_forced(self, rows: list[int]) -> None:
-        if self._finds_forced:
-            for row in rows:
-                self._forced[row] = self._bound[row].matcher.forced()
+        wanted = self._finds_forced
+        for row in rows:
+            self._forced[row] = self._bound[row].matcher.forced() if wanted else []
 
     def _fill_behind(self, advanced: Future[list[int]]) -> None:
         rows = advanced.result()
