@@ -3,7 +3,7 @@
     POST /pause?mode=&clear_cache=   abort: end what is running; wait: let it finish; keep: freeze it where it is
     POST /resume                     go on; what came in the meantime starts, what was frozen goes on
     POST /abort_requests             {"request_ids": [...]}, or everything: streams end with finish_reason `abort`
-    POST /reset_prefix_cache         forget all KV blocks that nobody holds
+    POST /reset_prefix_cache?reset_external=   forget all KV blocks that nobody holds; true: the CPU tier's as well
     GET  /is_paused, /load
 
 Requests that arrive while the server is paused are taken and wait, within the limits of the queue.
@@ -30,15 +30,13 @@ async def pause(engine: Engine, request: ApiRequest) -> ApiResponse:
     mode = query.get("mode", "abort")
     if mode not in PAUSE_MODES:
         raise bad_request(f"`mode` must be one of {', '.join(PAUSE_MODES)}; got {mode[:40]!r}.", "mode")
-    clear = query.get("clear_cache", "true").lower()
-    if clear not in BOOLEANS:
-        raise bad_request(f"`clear_cache` must be true or false, got {clear[:40]!r}.", "clear_cache")
+    clear = _flag(query, "clear_cache", "true")
     engine.pause(freeze=mode == "keep")
     if mode == "abort":
         _abort(engine, engine.live_ids)
     elif mode == "wait":
         await engine.wait_paused()
-    if BOOLEANS[clear]:
+    if clear:
         engine.reset_prefix_cache()
     return ApiResponse.json({"status": "paused"})
 
@@ -62,9 +60,17 @@ async def abort_requests(engine: Engine, request: ApiRequest) -> ApiResponse:
     return ApiResponse.json({"status": "aborted", "aborted": _abort(engine, ids)})
 
 
-async def reset_prefix_cache(engine: Engine) -> ApiResponse:
-    engine.reset_prefix_cache()
+async def reset_prefix_cache(engine: Engine, request: ApiRequest) -> ApiResponse:
+    query = dict(parse_qsl(request.query, keep_blank_values=True))
+    engine.reset_prefix_cache(_flag(query, "reset_external", "false"))
     return ApiResponse.json({"success": True})
+
+
+def _flag(query: dict[str, str], name: str, default: str) -> bool:
+    value = query.get(name, default).lower()
+    if value not in BOOLEANS:
+        raise bad_request(f"`{name}` must be true or false, got {value[:40]!r}.", name)
+    return BOOLEANS[value]
 
 
 def _abort(engine: Engine, request_ids: list[str]) -> int:

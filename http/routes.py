@@ -82,7 +82,6 @@ class Route:
     errors: ErrorStyle = OPENAI_ERRORS
     """The same for all routes of a path."""
 
-
     @property
     def bodies(self) -> tuple[type[msgspec.Struct], ...]:
         return self.body if isinstance(self.body, tuple) else (self.body,)
@@ -226,7 +225,7 @@ async def _abort_requests(api: Api, request: ApiRequest, _: str) -> ApiResponse:
 
 
 async def _reset_prefix_cache(api: Api, request: ApiRequest, _: str) -> ApiResponse:
-    return await admin.reset_prefix_cache(served(api).engine)
+    return await admin.reset_prefix_cache(served(api).engine, request)
 
 
 async def _apply_fault_tolerance(api: Api, request: ApiRequest, _: str) -> ApiResponse:
@@ -260,6 +259,10 @@ def _probe(pattern: str, handler: Handler, summary: str, method: str = "GET") ->
 _PAUSE_QUERY = (
     Parameter("mode", {"enum": list(admin.PAUSE_MODES), "default": "abort"}, "What becomes of running requests."),
     Parameter("clear_cache", {"type": "boolean", "default": True}, "Forget the prefix cache."),
+)
+
+_RESET_QUERY = (
+    Parameter("reset_external", {"type": "boolean", "default": False}, "Forget what the CPU tier holds as well."),
 )
 
 _PAGE_QUERY = (
@@ -327,7 +330,10 @@ ROUTES = (
         "POST", "/abort_requests", _abort_requests, "End requests",
         body=AbortBody, body_optional=True, administers=True,
     ),
-    Route("POST", "/reset_prefix_cache", _reset_prefix_cache, "Forget free KV blocks", administers=True),
+    Route(
+        "POST", "/reset_prefix_cache", _reset_prefix_cache, "Forget free KV blocks",
+        query=_RESET_QUERY, administers=True,
+    ),
     *_fault_tolerance("/v1"),
     *_fault_tolerance(""),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from slipring.runtime.tiers.kv_tiers import KvTiersStats
+from slipring.runtime.tiers.kv_tiers import CPU, KvTiersStats
 
 
 class Reading(NamedTuple):
@@ -36,15 +36,15 @@ def tier_gauges(stats: KvTiersStats) -> Iterator[Reading]:
 def tier_counters(stats: KvTiersStats) -> Iterator[Reading]:
     device, page = stats.device, stats.page_bytes
     moved: dict[tuple[str, ...], float] = {
-        ("cpu", "load"): device.loaded_blocks * page,
-        ("cpu", "store"): device.stored_blocks * page,
+        (CPU, "load"): device.loaded_blocks * page,
+        (CPU, "store"): device.stored_blocks * page,
     }
     seconds: dict[tuple[str, ...], float] = {
-        ("cpu", "load"): device.load_seconds,
-        ("cpu", "store"): device.store_seconds,
+        (CPU, "load"): device.load_seconds,
+        (CPU, "store"): device.store_seconds,
     }
-    failed: dict[tuple[str, ...], float] = {("cpu", "failed"): device.load_failures}
-    skipped: dict[tuple[str, ...], float] = {("cpu",): device.stores_skipped + stats.tiers.stores_skipped}
+    failed: dict[tuple[str, ...], float] = {(CPU, "failed"): device.load_failures}
+    skipped: dict[tuple[str, ...], float] = {(CPU,): device.stores_skipped + stats.tiers.stores_skipped}
     for name, store in stats.stores.items():
         moved |= {(name, "load"): store.loaded_bytes, (name, "store"): store.stored_bytes}
         seconds |= {(name, "load"): store.load_seconds, (name, "store"): store.store_seconds}
@@ -62,9 +62,13 @@ def tier_counters(stats: KvTiersStats) -> Iterator[Reading]:
     }
     text = "Blocks asked for behind the device, found in the CPU tier, brought up from slower ones."
     yield Reading("kv_tier_lookups", text, ("result",), lookups)
+    names = (CPU, *stats.stores)
+    hits: dict[tuple[str, ...], float] = {(name,): tiers.loaded_from.get(name, 0) * stats.block_size for name in names}
+    text = "Prompt tokens whose KV came from a tier, by the tier that had it."
+    yield Reading("kv_tier_hit_tokens", text, ("tier",), hits)
     evicted: dict[tuple[str, ...], float] = {(): tiers.evicted}
     yield Reading("kv_tier_evictions", "Blocks that the CPU tier gave up for others.", (), evicted)
     for name, direction in (("kv_offload_load_bytes", "load"), ("kv_offload_store_bytes", "store")):
         text = "KV moved between device and CPU tier."
-        total: dict[tuple[str, ...], float] = {(): moved["cpu", direction]}
+        total: dict[tuple[str, ...], float] = {(): moved[CPU, direction]}
         yield Reading(name, text, (), total, in_vllm=True)

@@ -337,9 +337,12 @@ class Engine:
             self._ended.clear()
             await self._ended.wait()
 
-    def reset_prefix_cache(self) -> None:
-        """Forget what free blocks hold. Live requests keep theirs."""
+    def reset_prefix_cache(self, external: bool = False) -> None:
+        """Forget what free blocks hold, and with `external` what the CPU tier holds. Live requests keep theirs; files
+        and objects outlive this process, so they outlive this as well."""
         self._replicas.forget_prefixes()
+        if external and self._tiers is not None:
+            self._tiers.tiers.reset()
 
     def _drop(self, completion: Completion) -> None:
         if completion.replica is not None:

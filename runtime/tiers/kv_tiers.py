@@ -25,6 +25,7 @@ from slipring.scheduler.offload.key import OffloadKey
 from slipring.scheduler.offload.offload import OffloadStats
 from slipring.scheduler.offload.policy import POLICIES
 from slipring.scheduler.offload.slots import Lookup, SlotIndex
+from slipring.scheduler.offload.tiers import CPU as CPU
 from slipring.scheduler.offload.tiers import Tiers, TierStats
 from slipring.shm.memory import available_bytes
 from slipring.shm.pages import PageShape, layout_digest
@@ -45,6 +46,8 @@ class KvTiersStats(msgspec.Struct, frozen=True, kw_only=True):
     num_occupied: int
     num_pinned: int
     page_bytes: int
+    block_size: int
+    """Tokens of a page."""
     device: OffloadStats
     """Between the device and the slots."""
     tiers: TierStats
@@ -67,6 +70,7 @@ class KvTiers:
         extra = config.kv_connector_extra_config
         self.prompts_only = extra.offload_prompt_only
         self.page_bytes = shape.nbytes
+        self._block_size = shape.block_size
         num_slots = extra.cpu_bytes_to_use // shape.nbytes
         if num_slots < 1:
             raise TierSetupError(
@@ -99,8 +103,9 @@ class KvTiers:
             num_occupied=index.num_occupied,
             num_pinned=index.num_pinned,
             page_bytes=self.page_bytes,
+            block_size=self._block_size,
             device=replace(self.device),
-            tiers=replace(self.tiers.stats),
+            tiers=replace(self.tiers.stats, loaded_from=self.tiers.stats.loaded_from.copy()),
             stores={store.name: replace(store.stats) for store in self._stores},
         )
 

@@ -338,7 +338,7 @@ class Offload:
         if plan is None:
             self.stats.stores_skipped += len(wanted)
             return
-        self._tiers.stats.evicted += len(plan.evicted)
+        self._tiers.evicted(plan.evicted)
         if plan.keys:
             blocks = [wanted[key] for key in plan.keys]
             self._pool.take(blocks)
@@ -394,6 +394,7 @@ class Offload:
         self._tiers.slots.complete_load(transfer.keys, transfer.slots)
         if success:
             self.stats.loaded_blocks += len(transfer.blocks)
+            self._tiers.loaded(transfer.keys)
             for key, block in zip(transfer.keys, transfer.blocks, strict=True):
                 self._pool.insert(hash_of(key), block)
         else:

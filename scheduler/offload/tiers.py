@@ -7,12 +7,14 @@ always ends. Whatever arrived is a hit in the slots then; whatever did not is a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from slipring.scheduler.offload.key import OffloadKey
 from slipring.scheduler.offload.slots import Lookup, SlotIndex, StorePlan
 
+CPU = "cpu"
+"""The name of the tier of slots."""
 Results = Callable[[list[bool]], None]
 
 
@@ -43,6 +45,8 @@ class TierStats:
     """Found in a slower tier and brought up."""
     failed: int = 0
     """Found, and then not to be had: recomputed."""
+    loaded_from: dict[str, int] = field(default_factory=dict)
+    """What reached the device for a request, by the tier that had it."""
     evicted: int = 0
     stores_skipped: int = 0
     """Not stored, because every slot was in use."""
@@ -58,6 +62,8 @@ class Tiers:
         """Called when blocks of a device have arrived in slots."""
         self._slow = list(slow)
         self._num_promoting = 0
+        self._brought_by: dict[OffloadKey, str] = {}
+        """Of keys that lie in the slots and have not been loaded since: the tier that they were brought up from."""
 
     @property
     def busy(self) -> bool:
@@ -99,6 +105,23 @@ class Tiers:
         for told in list(self.on_stored):
             told()
 
+    def loaded(self, keys: Sequence[OffloadKey]) -> None:
+        """These have reached the device."""
+        for key in keys:
+            name = self._brought_by.pop(key, CPU)
+            self.stats.loaded_from[name] = self.stats.loaded_from.get(name, 0) + 1
+
+    def reset(self) -> None:
+        """Forget what lies in the slots. What is under way ends as ever."""
+        self.slots.reset()
+        self._brought_by.clear()
+
+    def evicted(self, keys: Sequence[OffloadKey]) -> None:
+        """These had to go from the slots."""
+        self.stats.evicted += len(keys)
+        for key in keys:
+            self._brought_by.pop(key, None)
+
     # --- promotion: ask one tier after the other --------------------------------------------------------------------
 
     def _ask(self, tiers: Sequence[SlowTier], keys: list[OffloadKey], done: Callable[[], None]) -> None:
@@ -117,7 +140,7 @@ class Tiers:
         if not plan.keys:
             self._ask(others, keys, done)
             return
-        self.stats.evicted += len(plan.evicted)
+        self.evicted(plan.evicted)
 
         def loaded(results: list[bool]) -> None:
             for key, slot, good in zip(plan.keys, plan.slots, results, strict=True):
@@ -125,6 +148,7 @@ class Tiers:
             self.stats.promoted += sum(results)
             self.stats.failed += len(results) - sum(results)
             good = [key for key, is_good in zip(plan.keys, results, strict=True) if is_good]
+            self._brought_by.update(dict.fromkeys(good, tier.name))
             self._hand_down(good, self._slow[: self._slow.index(tier)])
             self._ask(others, keys, done)
 

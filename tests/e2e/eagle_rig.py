@@ -15,7 +15,6 @@ from slipring.workers.speculation.head_files import save_head, shapes
 def random_head(model: str, directory: Path) -> str:
     """Writes one for the model; returns a speculative config that names it."""
     spec, path, generator = resolve_model(model), directory / "head", torch.Generator().manual_seed(1)
-    path.mkdir(parents=True, exist_ok=True)
     weights = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes(spec).items()}
     save_head(path, EagleHead(spec, weights, torch.arange(3, spec.vocab_size - 2)), {})
     return json.dumps({"method": "eagle", "model": str(path), "num_speculative_tokens": 3})

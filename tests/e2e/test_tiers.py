@@ -207,15 +207,17 @@ def test_two_replicas_share_the_tier(expected: list[int]) -> None:
     async def main() -> None:
         engine = await started(**POOL, **tiers(200), data_parallel_size=2)
         try:
-            for rank in (0, 1):
+            for number, rank in enumerate((0, 1, 1)):
+                if number == 2:
+                    engine.reset_prefix_cache(external=True)
                 answer = Answer()
                 params = SamplingParams(max_tokens=8, temperature=0.0)
                 request = GenerationRequest(
-                    request_id=f"rank-{rank}", prompt_token_ids=PROMPT, params=params, data_parallel_rank=rank
+                    request_id=f"number-{number}", prompt_token_ids=PROMPT, params=params, data_parallel_rank=rank
                 )
                 engine.submit(request, answer.sink)
                 assert await finished(answer) == expected
-                assert answer.num_cached == (60 if rank else 0)
+                assert answer.num_cached == (60 if number == 1 else 0)
                 await settled(engine)
         finally:
             await engine.stop()

@@ -6,7 +6,7 @@ import copy
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perf.tier_traces import TRACES, hit_ratio
@@ -105,6 +105,7 @@ def test_arc_beats_lru_where_scans_pollute_and_loses_little_elsewhere(trace: str
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@settings(deadline=None)
 @given(data=st.data())
 def test_evict_is_all_or_nothing_and_takes_only_what_may_go(name: str, data: st.DataObject) -> None:
     capacity = data.draw(st.integers(1, 10))
