@@ -90,6 +90,8 @@ def methods() -> dict[str, dict[str, object]]:
     if head := os.environ.get("SPECULATION_HEAD"):
         method = json.loads((Path(head) / "config.json").read_text()).get("method", "eagle")
         found[method] = {"method": method, "model": head, "num_speculative_tokens": 3}
+        if method == "eagle":
+            found["eagle tree"] = found[method] | {"num_speculative_tokens": 4, "num_draft_tree_tokens": 12}
     return found
 
 
@@ -110,8 +112,8 @@ def cells(options: Options) -> list[tuple[str, str]]:
 
 def _is_told(method: str, workload: str) -> bool:
     """Whether a method means anything to a workload beyond what another one shows."""
-    if method == "grammar":
-        return workload == "structured"
+    if method in ("grammar", "eagle tree"):
+        return workload == ("structured" if method == "grammar" else "free")
     return (workload == "64 streams") if "wide" in method else (method, workload) != ("suffix", "64 streams")
 
 

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from perf.figure import FIGURES, RESULTS, ROOT
+from perf.figure import FIGURES, RESULTS, ROOT, Options
 from perf.render import PAGES, render, table_of
+from perf.speculation import WORKLOADS, cells
 
 PROMISED = {
     "schedule": [f"schedule_p50_us_{rows}" for rows in (1, 8, 64, 256, 512, 1024)] + ["schedule_p99_us_256"],
@@ -54,3 +55,16 @@ def test_a_quick_run_prints_its_summary_last(name: str) -> None:
 def test_list_names_every_figure() -> None:
     result = subprocess.run([sys.executable, "-m", "perf", "list"], cwd=ROOT, capture_output=True, text=True)
     assert [line.split()[0] for line in result.stdout.splitlines()] == list(FIGURES)
+
+
+def test_parts_of_the_speculation_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPECULATION_HEAD", raising=False)
+
+    def named(only: str | None) -> list[tuple[str, str]]:
+        return cells(Options(compare=False, seed=1, quick=True, only=only))
+
+    assert {workload for _, workload in named(None)} == set(WORKLOADS)
+    assert named("ngram,free") == [("ngram", "free")]
+    assert named("structured") == [(method, "structured") for method in ("ngram", "suffix", "grammar")]
+    with pytest.raises(SystemExit, match="'sufix' is no method and no workload"):
+        named("ngram,sufix")
