@@ -240,7 +240,7 @@ def _add_train_draft(commands: Any) -> None:
         allow_abbrev=False,
     )
     train.add_argument("model", metavar="MODEL", type=not_empty, help="as for slipring serve")
-    train.add_argument("--method", choices=("eagle",), default="eagle", help="(default: %(default)s)")
+    train.add_argument("--method", choices=("eagle", "medusa"), default="eagle", help="(default: %(default)s)")
     train.add_argument("--output", required=True, metavar="DIR", help="where the head is written")
     train.add_argument("--tokens", type=int, default=200_000, metavar="N", help="that are written (%(default)s)")
     train.add_argument("--text", metavar="FILE", help="paragraphs that the model shall answer or continue as well")

@@ -21,6 +21,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit status."""
     options = DraftOptions(
         model=args.model,
+        method=args.method,
         output=Path(args.output),
         num_tokens=args.tokens,
         epochs=args.epochs,
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     places = ", ".join(f"{share:.0%}" for share in report.accepted)
     print(f"\nHeld-out text, greedy: {places} of first, second, ... drafts are accepted;", end=" ")
     print(f"mean accepted length {1 + sum(report.accepted):.2f} with a chain of {len(report.accepted)}.")
-    config = f'{{"method": "eagle", "model": "{options.output}", "num_speculative_tokens": 3}}'
+    config = f'{{"method": "{options.method}", "model": "{options.output}", "num_speculative_tokens": 3}}'
     print(f"Use it: slipring serve {args.model} --speculative-config {shlex.quote(config)}")
     return 0
 

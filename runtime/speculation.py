@@ -15,7 +15,7 @@ import msgspec
 from slipring.runtime.draft_tree import MAX_NODES, parse_tree
 from slipring.shm.spec import SpeculationSpec
 
-METHODS = ("ngram", "suffix", "grammar", "draft_model", "eagle")
+METHODS = ("ngram", "suffix", "grammar", "draft_model", "eagle", "medusa")
 TREES, FIXED_TREES = ("ngram", "eagle"), ("eagle",)
 """Methods that may draft trees, and those that may be given one."""
 MAX_DRAFT = 32
@@ -23,7 +23,10 @@ MAX_DRAFT = 32
 _DEFAULT_DRAFT, _FORCED_DRAFT = 5, 16
 _DEFAULT_RANGES = ((1, 8, MAX_NODES), (9, 32, 2), (33, 33, 0))
 """Drafts by the number of decode rows when none are given. A CPU's step costs by its tokens from a few dozen on."""
-_HEAD_FILES = ("model.safetensors", "pytorch_model.bin")
+_HEAD_FILES = {
+    "eagle": ("model.safetensors", "pytorch_model.bin"),
+    "medusa": ("model.safetensors", "medusa_lm_head.safetensors", "medusa_lm_head.pt"),
+}
 _KEYS_OF = {"prompt_lookup": "ngram", "suffix_decoding": "suffix"}
 """Beginnings of keys that mean something to one method alone."""
 _NGRAM_SIZES = (2, 5)
@@ -159,9 +162,10 @@ def _checked(config: SpeculativeConfig, given: Iterable[str]) -> SpeculativeConf
     _check_tree(config)
     if config.method == "draft_model" and not config.model:
         raise SpeculationError("model must be the draft model: a directory, a .gguf file or an alias")
-    if config.method == "eagle" and not (config.model and any(Path(config.model, f).is_file() for f in _HEAD_FILES)):
+    files = _HEAD_FILES.get(config.method, ())
+    if files and not (config.model and any(Path(config.model, name).is_file() for name in files)):
         raise SpeculationError(
-            f"model must be the directory of a head, with {' or '.join(_HEAD_FILES)} (slipring train-draft makes one); "
+            f"model must be the directory of a head, with {' or '.join(files)} (slipring train-draft makes one); "
             f"got {config.model!r}"
         )
     low, high = config.prompt_lookup_min, config.prompt_lookup_max

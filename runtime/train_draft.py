@@ -33,6 +33,7 @@ class DraftOptions(msgspec.Struct, frozen=True, kw_only=True):
     """As given on the command line."""
 
     model: str
+    method: str
     output: Path
     num_tokens: int
     epochs: int
@@ -55,6 +56,7 @@ def train_draft(options: DraftOptions, on_progress: OnProgress) -> TrainingRepor
     )
     written = asyncio.run(_write(engine, options, on_progress))
     training = DraftTraining(
+        method=options.method,
         model=engine.spec,
         written=written.written,
         prompts=written.prompts,

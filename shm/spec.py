@@ -116,6 +116,8 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
 class DraftTraining(msgspec.Struct, frozen=True, kw_only=True):
     """What the process that trains a draft head is told."""
 
+    method: str = "eagle"
+    """`eagle` or `medusa`."""
     model: ModelSpec
     written: list[list[int]]
     """Token ids of texts, most of them the model's own."""

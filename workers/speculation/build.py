@@ -21,6 +21,8 @@ from slipring.workers.speculation.draft_model import DraftModelProposer
 from slipring.workers.speculation.eagle import EagleProposer, Target
 from slipring.workers.speculation.grammar import GrammarProposer
 from slipring.workers.speculation.head_files import load_head
+from slipring.workers.speculation.medusa import MedusaProposer
+from slipring.workers.speculation.medusa_head import load_medusa
 from slipring.workers.speculation.ngram import NgramProposer
 from slipring.workers.speculation.proposer import NullProposer, Proposer
 from slipring.workers.speculation.step_costs import StepCosts
@@ -61,8 +63,11 @@ def _proposer(config: WorkerConfig, runner: Runner, progress: ProgressFn | None)
         return SuffixProposer(config.num_rows, limits, spec.suffix_requests)
     if spec.method == "draft_model":
         return _draft_model(config, runner, progress)
-    if spec.method == "eagle":
-        return _eagle(config, Path(spec.model or ""), runner)
+    if spec.method in ("eagle", "medusa"):
+        try:
+            return (_eagle if spec.method == "eagle" else _medusa)(config, Path(spec.model or ""), runner)
+        except (OSError, ValueError, SafetensorError, msgspec.DecodeError) as error:
+            raise StartRefused(f"the head for --speculative-config cannot be loaded: {error}") from error
     raise ValueError(f"speculation method {spec.method!r} is not supported")
 
 
@@ -84,7 +89,8 @@ def _eagle(config: WorkerConfig, path: Path, runner: Runner) -> EagleProposer:
     target = Target(config.model, runner.model, runner.kv, runner.table, runner.rows, runner.builder, runner.sampler)
     assert config.speculation is not None
     shape = TreeShape.of(config.speculation.tree_depth, config.max_draft, config.speculation.token_tree)
-    try:
-        return EagleProposer(target, load_head(path, config.model, config.max_model_len), shape)
-    except (OSError, ValueError, SafetensorError, msgspec.DecodeError) as error:
-        raise StartRefused(f"the head for --speculative-config cannot be loaded: {error}") from error
+    return EagleProposer(target, load_head(path, config.model, config.max_model_len), shape)
+
+
+def _medusa(config: WorkerConfig, path: Path, runner: Runner) -> MedusaProposer:
+    return MedusaProposer(runner.model, runner.rows, runner.sampler, load_medusa(path, config.model))
