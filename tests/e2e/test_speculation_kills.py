@@ -49,19 +49,24 @@ def test_a_speculating_batch_goes_on_with_its_tokens(
     assert uvloop.run(_tokens(model, config, True)) == undisturbed
 
 
-@pytest.mark.parametrize("method", ["suffix", "draft_model"])
+@pytest.mark.parametrize("method", ["suffix", "draft_model", "ngram tree", "eagle tree"])
 def test_preemption_changes_no_token(model: str, undisturbed: list[list[int]], method: str, tmp_path: Path) -> None:
     config = _config(method, model, tmp_path)
-    found = uvloop.run(_tokens(model, config, False, num_gpu_blocks_override=50, async_scheduling=method == "suffix"))
+    found = uvloop.run(
+        _tokens(model, config, False, num_gpu_blocks_override=50, async_scheduling=method != "draft_model")
+    )
     assert found == undisturbed
 
 
 def _config(method: str, model: str, directory: Path) -> str:
+    method, *branching = method.split()
     config: dict[str, object] = {"method": method} | WIDE
     if method == "draft_model":
         config["model"] = model
     if method == "eagle":
         config = {**json.loads(random_head(model, directory)), **WIDE}
+    if branching:
+        config |= {"num_draft_tree_tokens": 12, "num_speculative_tokens_per_batch_size": [[1, 16, 12]]}
     return json.dumps(config)
 
 
