@@ -88,8 +88,7 @@ def verify(entries: Entries, logits: Tensor, num_outputs: IntArray, sampler: Dra
     token = np.zeros(len(at), np.int64)
     for step in range(width):
         rows, index = entries.rows[at], first[at] + token
-        scores = logits if len(index) == len(logits) else logits.index_select(0, torch.from_numpy(index))
-        draws = sampler.sample(scores, Places(rows, begin[at] + step + 1, num_outputs[at] + step, token))
+        draws = sampler.sample(_take(logits, index), Places(rows, begin[at] + step + 1, num_outputs[at] + step, token))
         runs.path[at, step] = token
         if draws.logprobs is not None:
             of = draws.logprobs.at
@@ -104,6 +103,13 @@ def verify(entries: Entries, logits: Tensor, num_outputs: IntArray, sampler: Dra
         if not len(at):
             break
     return runs
+
+
+def _take(logits: Tensor, index: IntArray) -> Tensor:
+    """Rows `index`, which rises; not copied where they stand together, as those of a single stream do."""
+    if len(index) and index[-1] - index[0] + 1 == len(index):
+        return logits[int(index[0]) : int(index[-1]) + 1]
+    return logits.index_select(0, torch.from_numpy(index))
 
 
 def _note_failures(runs: Runs, at: IntArray, step: int, draws: Draws) -> None:
