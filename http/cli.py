@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 _ENGINE = (
     "model", "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
     "kv_cache_memory_bytes", "num_gpu_blocks_override", "enable_prefix_caching", "scheduling_policy",
-    "async_scheduling", "seed", "cpu_threads", "max_queued_requests", "max_queued_tokens", "worker_module",
-    "debug_integrity", "allow_long_max_model_len", "speculative_config", "kv_transfer_config", "kv_offloading_size",
+    "async_scheduling", "seed", "cpu_threads", "cpu_affinity", "max_queued_requests", "max_queued_tokens",
+    "worker_module", "debug_integrity", "allow_long_max_model_len", "speculative_config", "kv_transfer_config",
+    "kv_offloading_size",
 )  # fmt: skip
 """Flags that are fields of `runtime.config.EngineConfig`."""
 
@@ -130,6 +131,11 @@ def _add_model_flags(group: Any) -> None:
     )
     group.add_argument("--seed", type=int, default=0, help="for requests without one; 0: random (default: 0)")
     group.add_argument("--cpu-threads", type=int, metavar="N", help="threads of a CPU worker (default: all CPUs)")
+    group.add_argument(
+        "--cpu-affinity",
+        metavar="LIST[|LIST...]",
+        help="CPUs of each replica's worker, such as '0-3|4-7' (default: any; threads: one per CPU)",
+    )
 
 
 def _add_parser_flags(group: Any) -> None:

@@ -11,6 +11,7 @@ import re
 
 import msgspec
 
+from slipring.runtime.cpu_affinity import parse_affinity
 from slipring.runtime.draft_model import resolve_draft_model
 from slipring.runtime.speculation import (
     SpeculationError,
@@ -60,6 +61,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     """Unseeded requests draw their seeds from a generator with this seed; 0: from the operating system."""
     cpu_threads: int | None = None
+    cpu_affinity: str | None = None
+    """CPUs of each replica's worker, such as `0-3|4-7` (`runtime/cpu_affinity.py`); None: any."""
     max_queued_requests: int = 4096
     max_queued_tokens: int = 4_000_000
     itl_target_ms: float = 200.0
@@ -101,6 +104,8 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of one replica."""
     num_threads: int
     """Of one replica's worker."""
+    cpus: tuple[int, ...] = ()
+    """Those that the replica's worker may run on; none: any."""
     pipeline_depth: int
     num_rows: int
     max_draft: int = 0
@@ -115,6 +120,14 @@ class ResolvedConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculation: SpeculationSpec | None = None
     kv_transfer: KvTransferConfig | None = None
     """None: no tiers beyond the device."""
+
+    def for_rank(self, rank: int) -> ResolvedConfig:
+        """What one replica is told."""
+        user = self.user
+        if user.cpu_affinity is None:
+            return msgspec.structs.replace(self, rank=rank)
+        cpus = parse_affinity(user.cpu_affinity, user.data_parallel_size, os.sched_getaffinity(0))[rank]
+        return msgspec.structs.replace(self, rank=rank, cpus=cpus, num_threads=user.cpu_threads or len(cpus))
 
     @property
     def itl_target_s(self) -> float:
@@ -225,12 +238,25 @@ def _check(config: EngineConfig) -> None:
         raise ConfigError(f"--block-size must be a power of two from 1 to 256, got {config.block_size}")
     if config.cpu_threads is not None and config.cpu_threads > available_cpus():
         raise ConfigError(f"--cpu-threads {config.cpu_threads} is more than the {available_cpus()} CPUs that there are")
+    _check_affinity(config)
     budget = config.max_num_batched_tokens
     if budget is not None and budget < config.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens ({budget}) must be at least --max-num-seqs ({config.max_num_seqs}): "
             "each running sequence needs one token per step"
         )
+
+
+def _check_affinity(config: EngineConfig) -> None:
+    if config.cpu_affinity is None:
+        return
+    try:
+        lists = parse_affinity(config.cpu_affinity, config.data_parallel_size, os.sched_getaffinity(0))
+    except ValueError as error:
+        raise ConfigError(f"--cpu-affinity: {error}") from None
+    least = min(map(len, lists))
+    if config.cpu_threads is not None and config.cpu_threads > least:
+        raise ConfigError(f"--cpu-threads {config.cpu_threads} is more than the {least} CPUs of a --cpu-affinity list")
 
 
 def device_name(device: str) -> str:

@@ -97,7 +97,11 @@ class Epoch:
             self._life.segment.fd,
         )
         self.worker.spawn(
-            self._config.user.worker_module, self._worker_config, inherit, self._config.worker_environment()
+            self._config.user.worker_module,
+            self._worker_config,
+            inherit,
+            self._config.worker_environment(),
+            self._config.cpus,
         )
 
     def on_ready(self, ready: wire.Ready) -> None:

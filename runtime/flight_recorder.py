@@ -85,13 +85,12 @@ class FlightRecorder:
         """`directory` None: a folder of this user's in the temporary directory."""
         self._directory = Path(directory) if directory else Path(tempfile.gettempdir()) / f"slipring-{os.getuid()}"
 
-    def write(self, rank: int, loop: StepLoop, fault: Fault) -> Path | None:
-        """Record the epoch's end, before its rings are gone; the file, or None when it could not be written."""
+    def write(self, record: Record) -> Path | None:
+        """In any thread. The file, or None when it could not be written."""
         try:
-            record = record_of(rank, loop, fault)
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             stamp = time.strftime("%Y%m%d-%H%M%S")
-            path = self._directory / f"fault-{stamp}-{os.getpid()}-replica{rank}-epoch{loop.epoch.number}.json"
+            path = self._directory / f"fault-{stamp}-{os.getpid()}-replica{record.replica}-epoch{record.epoch}.json"
             unfinished = path.with_suffix(".part")
             unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
             unfinished.rename(path)
@@ -116,7 +115,16 @@ def read_record(path: str) -> Record:
         raise ValueError(f"{path} is no flight record: {error}") from None
 
 
-def record_of(rank: int, loop: StepLoop, fault: Fault) -> Record:
+def record_of(rank: int, loop: StepLoop, fault: Fault) -> Record | None:
+    """Of an epoch's end, before its rings are gone; None when they cannot be read any more."""
+    try:
+        return _record_of(rank, loop, fault)
+    except Exception as error:
+        logger.warning("the flight recorder could not read the epoch's rings: %r", error)
+        return None
+
+
+def _record_of(rank: int, loop: StepLoop, fault: Fault) -> Record:
     epoch = loop.epoch
     now_ns = time.monotonic_ns()
     worker = epoch.steps.reader_state(0)
@@ -148,9 +156,7 @@ def _steps(loop: StepLoop, now_ns: int) -> list[StepRecord]:
     return found
 
 
-def _step(
-    loop: StepLoop, view: StepInputView, step_id: int, ago_s: float, output: StepOutputView | None
-) -> StepRecord:
+def _step(loop: StepLoop, view: StepInputView, step_id: int, ago_s: float, output: StepOutputView | None) -> StepRecord:
     num_rows, num_decode, _, num_tokens = view.header[:4].tolist()
     times = None if output is None else (output.times_ns / 1e9).round(6).tolist()
     return StepRecord(

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from slipring.runtime.config import ResolvedConfig
 from slipring.runtime.epoch import Epoch
-from slipring.runtime.flight_recorder import FlightRecorder
+from slipring.runtime.flight_recorder import FlightRecorder, Record, record_of
 from slipring.runtime.garbage import IdleCollector, NullCollector
 from slipring.runtime.readmission import known_tokens, num_scored, share_prefixes
 from slipring.runtime.restarts import RestartPolicy
@@ -148,6 +148,11 @@ class Replica:
     def last_lines(self) -> list[str]:
         """What the worker last wrote."""
         return list(self.step_loop.epoch.worker.last_lines)
+
+    @property
+    def has_spare(self) -> bool:
+        """A spare worker is ready to take over."""
+        return self._spare is not None and self._spare.epoch.ready is not None
 
     @property
     def counters(self) -> Counters:
@@ -407,10 +412,11 @@ class Replica:
                 self._on(Event.UNREAPABLE)
                 return
             if not loop.epoch.closed:  # else there was no room for a new one: nothing ran that could tell anything
-                self._record(loop)
+                record = self._look_back(loop)
                 loop.salvage()
                 self._search_guilty(loop.requests_in_flight())
                 loop.close()
+                await self._write(loop, record)
         delay_s = self._restarts.next_delay_s(time.monotonic())
         if delay_s is None:
             self._on(Event.GAVE_UP)
@@ -419,10 +425,15 @@ class Replica:
             if self.step_loop is loop:
                 self._on(Event.AUTO_RECOVER)
 
-    def _record(self, loop: StepLoop) -> None:
+    def _look_back(self, loop: StepLoop) -> Record | None:
+        """None: it never ran (its worker could not be spawned), or its rings cannot be read."""
+        return None if loop.fault is None else record_of(self.rank, loop, loop.fault)
+
+    async def _write(self, loop: StepLoop, record: Record | None) -> None:
+        """Off the loop: nobody waits for a disk."""
         if loop.fault is None:
-            return  # it never ran: its worker could not be spawned
-        path = self._recorder.write(self.rank, loop, loop.fault)
+            return
+        path = None if record is None else await asyncio.to_thread(self._recorder.write, record)
         told = f" (slipring blackbox {path})" if path is not None else ""
         logger.error("replica %d, epoch %d: %s%s", self.rank, loop.epoch.number, loop.fault.reason, told)
 

@@ -11,8 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
-import msgspec
-
 from slipring.runtime.config import ResolvedConfig
 from slipring.runtime.metrics import FaultCounts
 from slipring.runtime.replica import Replica
@@ -57,8 +55,7 @@ class Replicas:
         self._healthy_since = [0.0] * config.user.data_parallel_size
         try:
             for rank in range(config.user.data_parallel_size):
-                own = msgspec.structs.replace(config, rank=rank)
-                self._all.append(Replica(own, spec, self._weights, self, tiers))
+                self._all.append(Replica(config.for_rank(rank), spec, self._weights, self, tiers))
         except OSError:
             self.close()
             raise
@@ -87,7 +84,7 @@ class Replicas:
     def begin(self, config: ResolvedConfig) -> None:
         """Accept requests. Raises ReplicaDeadError when one has died in the meantime."""
         for replica in self._all:
-            replica.begin(msgspec.structs.replace(config, rank=replica.rank))
+            replica.begin(config.for_rank(replica.rank))
 
     async def shut_down(self, timeout_s: float) -> None:
         await asyncio.gather(*(replica.shut_down(timeout_s) for replica in self._all))

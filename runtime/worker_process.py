@@ -64,14 +64,20 @@ class WorkerProcess:
         make_config: Callable[[int], WorkerConfig],
         inherit: tuple[int, ...],
         environment: Mapping[str, str],
+        cpus: tuple[int, ...] = (),
     ) -> None:
         """Start `python -m module FD`. `make_config` gets the lifeline's descriptor as the child will see it.
+
+        `cpus`: those that it may run on; none: any.
 
         Raises OSError when there is no room for a process or its descriptors; then nothing is left of it.
         """
         try:
             self._start(module, make_config, inherit, environment)
             assert self._process is not None
+            if cpus:
+                # It is a single thread yet, in its dynamic linker: whatever it becomes inherits this.
+                os.sched_setaffinity(self._process.pid, cpus)
             self._pidfd = os.pidfd_open(self._process.pid)
             os.set_blocking(self._output_fd, False)
             loop = asyncio.get_running_loop()

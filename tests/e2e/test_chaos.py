@@ -31,18 +31,28 @@ FLAGS = (
     "--max-queued-requests", "24",
 )  # fmt: skip
 CLIENTS = 40
+PATIENCE_S = 100
+"""A worker that is stopped while it starts is called hung after a minute."""
 
 
 class Client:
     def __init__(self, server: Server, until: float, seed: int, seen: Counter[str]) -> None:
+        self._server = server
         self._url, self._until = server.url + "/v1/completions", until
         self._random, self._seen = random.Random(seed), seen
 
     async def run(self, session: aiohttp.ClientSession) -> None:
         while time.monotonic() < self._until:
             whim = self._random.choice(["stream", "stream", "plain", "leave"])
-            async with asyncio.timeout(60):
-                await self._ask(session, whim)
+            asked = time.monotonic()
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    await self._ask(session, whim)
+            except TimeoutError:
+                states = await asyncio.to_thread(self._server.get, "/metrics")
+                told = [line for line in states.splitlines() if "replicas{" in line or "num_requests" in line]
+                raise AssertionError(f"a {whim} request had no answer for {PATIENCE_S} s: {told}") from None
+            self._seen["slowest"] = max(self._seen["slowest"], round(time.monotonic() - asked))
 
     async def _ask(self, session: aiohttp.ClientSession, whim: str) -> None:
         prompt = [7] * self._random.choice([0, 40]) + [self._random.randrange(3, 40_000) for _ in range(5)]
@@ -80,6 +90,9 @@ async def hurt(server: Server, until: float, every_s: tuple[float, float], seen:
     rng = random.Random(5)
     while time.monotonic() < until:
         await asyncio.sleep(rng.uniform(*every_s))
+        while await asyncio.to_thread(server.health) != 200 and time.monotonic() < until:
+            # On a machine so busy that workers are killed faster than they start nobody could be served.
+            await asyncio.sleep(0.1)
         victims = [pid for pid in server.worker_pids if pid > 1]
         if victims:
             blow = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])

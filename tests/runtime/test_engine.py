@@ -568,6 +568,9 @@ def test_start_up_failures_are_told_with_the_workers_last_words() -> None:
         ({"dtype": "int3"}, "--dtype"),
         ({"seed": -5}, "--seed"),
         ({"cpu_threads": 10_000}, "--cpu-threads"),
+        ({"cpu_affinity": "0|1"}, "--cpu-affinity: must have one list"),
+        ({"cpu_affinity": "100000"}, "--cpu-affinity: CPU 100000"),
+        ({"cpu_affinity": "0", "cpu_threads": 2}, "--cpu-threads 2 is more than the 1 CPUs of a --cpu-affinity list"),
     ],
 )
 def test_impossible_settings_name_the_flag(settings: dict[str, object], words: str) -> None:
