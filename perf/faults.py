@@ -33,6 +33,8 @@ DESCRIPTION = (
     "kill -9, SIGSTOP, slow steps under 64 streams: detection, recovery, losses, and what the other replica feels"
 )
 NUM_STREAMS = 64
+NUM_IN_SHORT_STEPS = 16
+"""Rows at once where the hang limit is measured: it is ten times a step's predicted length, if that is more."""
 NUM_TOKENS = 24
 HANG_LIMIT_S = 1.0
 _TIE = 1e-3
@@ -71,10 +73,12 @@ class Round:
 
 def measure(options: Options) -> Measurement:
     kills, stops = (2, 1) if options.quick else (9, 3)
-    rounds, leaks = uvloop.run(_rounds(["kill"] * kills + ["stop"] * stops + ["slow"]))
+    rounds, leaks = uvloop.run(_rounds(["kill"] * kills))
+    stop_rounds, stop_leaks = uvloop.run(_rounds(["stop"] * stops + ["slow"], num_at_once=NUM_IN_SHORT_STEPS))
     spare_rounds, spare_leaks = uvloop.run(_rounds(["kill"] * stops, warm_spare=True))
     bystander = uvloop.run(measure_bystander(1 if options.quick else 4))
-    reference, hurt = rounds[0], rounds[1:]
+    every = [rounds, stop_rounds, spare_rounds]
+    hurt = rounds[1:] + stop_rounds[1:]
     killed = [each for each in hurt if each.blow == "kill"]
     detect_ms = [each.detect_s * 1e3 for each in killed if each.detect_s is not None]
     first_s = [each.first_good_token_s for each in killed if each.first_good_token_s is not None]
@@ -84,9 +88,9 @@ def measure(options: Options) -> Measurement:
         "first_good_token_s": round(statistics.median(first_s), 2),
         "first_good_token_spare_s": round(statistics.median(with_spare_s), 2),
         "other_itl_p99_ratio": None if bystander is None else round(bystander.ratio(), 2),
-        "streams_lost": sum(s.finish != "length" for each in rounds + spare_rounds for s in each.streams),
-        "tokens_wrong": sum(_num_wrong(each, reference) for each in hurt + spare_rounds[1:]),
-        "leaks": leaks + spare_leaks,
+        "streams_lost": sum(s.finish != "length" for series in every for each in series for s in each.streams),
+        "tokens_wrong": sum(_num_wrong(each, series[0]) for series in every for each in series[1:]),
+        "leaks": leaks + stop_leaks + spare_leaks,
     }
     assert summary["streams_lost"] == summary["tokens_wrong"] == summary["leaks"] == 0, summary
     assert all(each.detect_s is None for each in hurt if each.blow == "slow"), "a slow step is no fault"
@@ -121,10 +125,12 @@ def _row(blow: str, rounds: list[Round]) -> dict[str, object]:
     }
 
 
-async def _rounds(blows: list[str], warm_spare: bool = False) -> tuple[list[Round], int]:
+async def _rounds(
+    blows: list[str], warm_spare: bool = False, num_at_once: int = NUM_STREAMS
+) -> tuple[list[Round], int]:
     engine = Engine(
         EngineConfig(
-            model="smollm2", dtype="float32", max_num_seqs=NUM_STREAMS, max_num_batched_tokens=NUM_STREAMS,
+            model="smollm2", dtype="float32", max_num_seqs=num_at_once, max_num_batched_tokens=num_at_once,
             hang_limit_s=HANG_LIMIT_S, enable_prefix_caching=False, warm_spare=warm_spare,
         )
     )  # fmt: skip
@@ -155,7 +161,8 @@ async def _round(engine: Engine, blow: str, serial: int) -> Round:
     for stream in streams:
         engine.submit(stream.request(serial), stream.sink)
     found = Round(blow, streams)
-    while min(len(stream.tokens) for stream in streams) < 5:
+    num_at_once = engine.config.user.max_num_seqs
+    while sorted(len(stream.tokens) for stream in streams)[-num_at_once] < 5:
         await asyncio.sleep(0.002)
     if blow != "none":
         await _hurt(engine, found)

@@ -24,8 +24,8 @@ _SILENCE_S = {Phase.STARTING: 60.0, Phase.LOADING: 120.0, Phase.COMPILING: 300.0
 
 
 class StepDeadline:
-    def __init__(self, hang_limit_s: float, epoch: Epoch, on_overdue: Callable[[str, float], None]) -> None:
-        """`on_overdue(words, silent_s)` is called once the deadline has passed; it may be called again."""
+    def __init__(self, hang_limit_s: float, epoch: Epoch, on_overdue: Callable[[str, float, float], None]) -> None:
+        """`on_overdue(words, silent_s, limit_s)` is called once the deadline has passed; it may be called again."""
         self._hang_limit_s = hang_limit_s
         self._epoch = epoch
         self._on_overdue = on_overdue
@@ -81,15 +81,17 @@ class StepDeadline:
 
     def _check_step(self, now: float) -> None:
         if self._began + self._limits[0] <= now:
-            self._on_overdue(self._describe_step(now), now - self._began)
+            self._on_overdue(self._describe_step(now), now - self._began, self._limits[0])
         if self._limits and not self._is_over:
             self._set(max(self._began + self._limits[0] - now, 0.001))
 
     def _check_start(self, now: float) -> None:
         state = self._epoch.steps.reader_state(0)
         silent_s = now - max(self._began, state.heartbeat_ns / 1e9)
-        if silent_s > _SILENCE_S.get(state.phase, self._hang_limit_s):
-            self._on_overdue(f"no sign of life for {silent_s:.1f} s while {state.phase.name.lower()}", silent_s)
+        limit_s = _SILENCE_S.get(state.phase, self._hang_limit_s)
+        if silent_s > limit_s:
+            words = f"no sign of life for {silent_s:.1f} s while {state.phase.name.lower()}"
+            self._on_overdue(words, silent_s, limit_s)
         if not self._is_over:
             self._set(1.0)
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 
 from slipring.runtime.config import ResolvedConfig
+from slipring.runtime.rendezvous import MeetingPoint
 from slipring.runtime.worker_process import WorkerProcess
 from slipring.shm import control, wire
 from slipring.shm.control import ControlEnd
@@ -38,11 +39,13 @@ class Epoch:
         spec: ModelSpec,
         number: int,
         weights: WeightSegment,
+        meeting: MeetingPoint,
         tier: Segment | None = None,
     ) -> None:
         """Allocates the shared memory. Raises OSError when it is short; then nothing is left of it.
 
-        `weights` and `tier` (the CPU tier's memory) belong to the engine and outlive every epoch.
+        `weights` and `tier` (the CPU tier's memory) belong to the engine and outlive every epoch; `meeting` is this
+        epoch's, and closed with it.
         """
         self.number = number
         self._config = config
@@ -50,6 +53,7 @@ class Epoch:
         self._weights = weights
         self.step_shape = shape = StepShape.of(config.user.max_num_seqs, config.max_draft, config.user.block_size)
         self._tier = tier
+        self.meeting = meeting
         self._segments: list[Segment] = []
         try:
             self.table = BatchTable(
@@ -65,6 +69,7 @@ class Epoch:
             self._life = LifeLock.create()
             self._keep(self._life.segment)
         except OSError:
+            meeting.close()
             self._free_segments()
             raise
         self.step_views = [StepInputView(self.steps.payload(i), shape) for i in range(self.steps.num_slots)]
@@ -95,6 +100,7 @@ class Epoch:
             *(bell.fd for bell in self._bells),
             self._weights.fd,
             self._life.segment.fd,
+            self.meeting.fd,
         )
         self.worker.spawn(
             self._config.user.worker_module,
@@ -140,6 +146,7 @@ class Epoch:
         self._exited.set()
         for bell in self._bells:
             bell.close()
+        self.meeting.close()
         self._free_segments()
 
     def _on_worker_death(self, status: int) -> None:
@@ -160,6 +167,9 @@ class Epoch:
             model=self._spec,
             rank=config.rank,
             epoch=self.number,
+            group_host=self.meeting.host,
+            group_port=self.meeting.port,
+            group_fd=self.meeting.fd,
             parent_pid=os.getpid(),
             device=config.device,
             dtype=config.dtype,

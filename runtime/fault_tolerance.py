@@ -126,6 +126,8 @@ class FaultTolerance:
     async def _scale_down(self, request: FaultToleranceRequest) -> None:
         removed = self._check_removal(request.params)
         self._note(request, removed)
+        if any(replica.rank == 0 for replica in removed):
+            self._move_rendezvous(request.params)
         for replica in removed:
             _must(replica.command(Event.SCALE_DOWN))
 
@@ -167,10 +169,17 @@ class FaultTolerance:
         for replica in removed:
             if replica.state not in (State.UNHEALTHY, State.DRAINED, State.DEAD):
                 raise CommandRefused(f"Rejecting scale_down on engine {replica.rank}: status is {replica.state.name}")
-        if any(replica.rank == 0 for replica in removed):
-            # Groups that span workers meet at rank 0's address, and survivors must be told where from now on.
-            _check_address(params)
         return removed
+
+    def _move_rendezvous(self, params: dict[str, Any]) -> None:
+        """Groups that span workers meet at rank 0's address, and survivors must be told where from now on. Raises
+        CommandRefused, and then nothing has changed."""
+        host, port = _address(params)
+        try:
+            self._replicas.rendezvous.move(host, port)
+        except OSError as error:
+            words = f"`dp_master_ip` {host} and `dp_store_port` {port}: no worker of this node can be met there"
+            raise CommandRefused(f"{words} ({error.strerror or error})") from None
 
 
 def _must(refusal: str | None) -> None:
@@ -178,7 +187,8 @@ def _must(refusal: str | None) -> None:
         raise CommandRefused(refusal)
 
 
-def _check_address(params: dict[str, Any]) -> None:
+def _address(params: dict[str, Any]) -> tuple[str, int]:
+    """Raises CommandRefused."""
     port, host = params.get("dp_store_port"), params.get("dp_master_ip")
     if type(port) is not int or not 0 < port < 1 << 16:
         raise CommandRefused("rank 0 is removed: `dp_store_port` must name the port of the new store")
@@ -186,6 +196,7 @@ def _check_address(params: dict[str, Any]) -> None:
         ipaddress.ip_address(host or "")
     except ValueError:
         raise CommandRefused("rank 0 is removed: `dp_master_ip` must name the address of the new store") from None
+    return str(host), port
 
 
 _INSTRUCTIONS: dict[str, Callable[[FaultTolerance, FaultToleranceRequest], Awaitable[None]]] = {

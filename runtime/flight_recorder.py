@@ -73,6 +73,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     phase: str
     silent_s: float
     """Since the worker's last sign of life, when the fault was seen."""
+    limit_s: float = 0.0
+    """Of a hang: how long that might have been."""
     num_running: int
     num_waiting: int
     steps: list[StepRecord]
@@ -139,6 +141,7 @@ def _record_of(rank: int, loop: StepLoop, fault: Fault) -> Record:
         worker_pid=epoch.worker.pid,
         phase=Phase(worker.phase).name.lower(),
         silent_s=round(fault.silent_s or (now_ns - worker.heartbeat_ns) / 1e9, 4),
+        limit_s=round(fault.limit_s, 4),
         num_running=0 if scheduler is None else scheduler.num_running,
         num_waiting=0 if scheduler is None else scheduler.num_waiting,
         steps=_steps(loop, now_ns),

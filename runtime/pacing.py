@@ -21,8 +21,8 @@ _LEAD_SHARE = 0.1
 class Pacer:
     """Clock readings are passed in. Steps come back in the order in which they went out."""
 
-    def __init__(self) -> None:
-        self.cost = StepCost()
+    def __init__(self, cost: StepCost) -> None:
+        self.cost = cost
         self._in_flight: deque[tuple[int, int, int, float]] = deque()
         self._ends_at = 0.0
         """Predicted end of the newest step in flight."""

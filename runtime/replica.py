@@ -22,6 +22,7 @@ from slipring.runtime.epoch import Epoch
 from slipring.runtime.flight_recorder import FlightRecorder, Record, record_of
 from slipring.runtime.garbage import IdleCollector, NullCollector
 from slipring.runtime.readmission import known_tokens, num_scored, share_prefixes
+from slipring.runtime.rendezvous import Rendezvous
 from slipring.runtime.restarts import RestartPolicy
 from slipring.runtime.step_loop import Fault, StepLoop
 from slipring.runtime.supervisor import SERVING, Action, Event, Sentinel, State
@@ -32,6 +33,7 @@ from slipring.scheduler.offload.offload import NullOffload, Offload, OffloadPort
 from slipring.scheduler.request import Request, RequestStatus
 from slipring.scheduler.scheduler import Scheduler
 from slipring.scheduler.step import Counters
+from slipring.scheduler.step_cost import StepCost
 from slipring.shm import wire
 from slipring.shm.spec import ModelSpec
 from slipring.shm.weights import WeightSegment
@@ -79,20 +81,24 @@ class Replica:
         spec: ModelSpec,
         weights: WeightSegment,
         watcher: Watcher,
+        rendezvous: Rendezvous,
         tiers: KvTiers | None = None,
     ) -> None:
-        """`weights` and `tiers` are all replicas'. Raises OSError when shared memory is short."""
+        """`weights`, `rendezvous` and `tiers` are all replicas'. Raises OSError when shared memory is short."""
         self.rank = config.rank
         self._config = config
         self._spec = spec
         self._weights = weights
         self._watcher = watcher
+        self._rendezvous = rendezvous
         self._tiers = tiers
         self._sentinel = Sentinel()
         self._loop = asyncio.get_running_loop()
         self._requests: dict[int, Request] = {}
         self._counters = Counters()
         self._restarts = RestartPolicy()
+        self._cost = StepCost()
+        """A new worker's steps cost what the last one's did."""
         self._suspects = Suspects()
         self._recorder = FlightRecorder(config.user.flight_recorder_dir)
         self._collector: NullCollector | IdleCollector = NullCollector()
@@ -402,7 +408,9 @@ class Replica:
     def _new_loop(self) -> StepLoop:
         self._num_epochs += 1
         tier = None if self._tiers is None else self._tiers.segment
-        return StepLoop(Epoch(self._config, self._spec, self._num_epochs, self._weights, tier), self._config, self)
+        meeting = self._rendezvous.reserve()
+        epoch = Epoch(self._config, self._spec, self._num_epochs, self._weights, meeting, tier)
+        return StepLoop(epoch, self._config, self, self._cost)
 
     async def _take_apart(self) -> None:
         """After a fault: wait for the worker's end, keep what it had published, and go on if nobody need be asked."""

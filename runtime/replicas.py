@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 from slipring.runtime.config import ResolvedConfig
 from slipring.runtime.metrics import FaultCounts
+from slipring.runtime.rendezvous import Rendezvous
 from slipring.runtime.replica import Replica
 from slipring.runtime.router import Candidate, Router
 from slipring.runtime.supervisor import SERVING, State
@@ -51,11 +52,12 @@ class Replicas:
         self._faults = faults or FaultCounts.empty()
         self._router = Router(slack=max(8, config.user.max_num_seqs // 4))
         self._weights = WeightSegment()
+        self.rendezvous = Rendezvous()
         self._all: list[Replica] = []
         self._healthy_since = [0.0] * config.user.data_parallel_size
         try:
             for rank in range(config.user.data_parallel_size):
-                self._all.append(Replica(config.for_rank(rank), spec, self._weights, self, tiers))
+                self._all.append(Replica(config.for_rank(rank), spec, self._weights, self, self.rendezvous, tiers))
         except OSError:
             self.close()
             raise
@@ -89,11 +91,13 @@ class Replicas:
     async def shut_down(self, timeout_s: float) -> None:
         await asyncio.gather(*(replica.shut_down(timeout_s) for replica in self._all))
         self._weights.close()
+        self.rendezvous.close()
 
     def close(self) -> None:
         for replica in self._all:
             replica.close()
         self._weights.close()
+        self.rendezvous.close()
 
     @property
     def last_lines(self) -> list[str]:

@@ -39,6 +39,7 @@ from slipring.scheduler.offload.offload import TransferKind
 from slipring.scheduler.request import FinishReason, Request, RequestStatus
 from slipring.scheduler.scheduler import Scheduler
 from slipring.scheduler.step import ProtocolError, Returned, Step
+from slipring.scheduler.step_cost import StepCost
 from slipring.shm import wire
 from slipring.shm.control import BlocksMoved, GrammarBuilt, MoveBlocks
 from slipring.shm.doorbell import LoopWaiter
@@ -63,6 +64,8 @@ class Fault:
     traceback: str = ""
     silent_s: float = 0.0
     """How long nothing had been heard of the worker when the fault was seen, if it was computing."""
+    limit_s: float = 0.0
+    """Of a hang: how long that might have been."""
     at: float = 0.0
     """Monotonic time."""
 
@@ -82,13 +85,14 @@ class Listener(Protocol):
 
 
 class StepLoop:
-    def __init__(self, epoch: Epoch, config: ResolvedConfig, listener: Listener) -> None:
+    def __init__(self, epoch: Epoch, config: ResolvedConfig, listener: Listener, cost: StepCost) -> None:
+        """`cost`: what is known of steps, from epochs before too."""
         self.epoch = epoch
         self._config = config
         self._listener = listener
         self._depth = config.pipeline_depth
         self._loop = asyncio.get_running_loop()
-        self.pacer = Pacer()
+        self.pacer = Pacer(cost)
         self._timer: asyncio.TimerHandle | None = None
         self._kick_scheduled = False
         self.fault: Fault | None = None
@@ -388,6 +392,8 @@ class StepLoop:
             self._listener.on_progress(wire.decode(payload, length, wire.Progress))
         elif kind == SlotKind.READY and self.epoch.ready is None:
             ready: wire.Ready = wire.decode(payload, length, wire.Ready)
+            if ready.epoch != self.epoch.number:
+                raise ProtocolError(f"the worker is of epoch {ready.epoch}, this is epoch {self.epoch.number}")
             self.epoch.on_ready(ready)
             self._deadline.ready()
             self._listener.on_ready(self, ready)
@@ -404,12 +410,13 @@ class StepLoop:
         worker = self.epoch.worker
         self._fail(Fault(Event.WORKER_EXIT, f"the worker (pid {worker.pid}) {worker.describe_exit(status)}"))
 
-    def _on_overdue(self, words: str, silent_s: float) -> None:
+    def _on_overdue(self, words: str, silent_s: float, limit_s: float) -> None:
         """A deadline has passed. What lies in the ring counts before anybody is judged."""
         if self._runs and self.epoch.outputs_are_there():
             self._on_outputs()
             return
-        self._fail(Fault(Event.HANG, f"the worker (pid {self.epoch.worker.pid}) hangs: {words}", silent_s=silent_s))
+        reason = f"the worker (pid {self.epoch.worker.pid}) hangs: {words}"
+        self._fail(Fault(Event.HANG, reason, silent_s=silent_s, limit_s=limit_s))
 
     def _fail(self, fault: Fault) -> None:
         """Nothing more is published, and whoever watches is told."""

@@ -155,6 +155,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     parent_pid: int
     epoch: int = 1
     """Counts this rank's workers: a group that spans workers is made anew in each."""
+    group_host: str = "127.0.0.1"
+    group_port: int = 0
+    """Where this epoch's group meets; 0: nowhere."""
+    group_fd: int = -1
+    """A socket bound to that port, for the worker that serves the group's store (`TCPStore(master_listen_fd=...)`)."""
     device: str
     """`cpu` or `cuda:N`."""
     dtype: str

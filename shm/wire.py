@@ -93,6 +93,8 @@ class StepFlag(IntFlag):
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's last word of start-up."""
 
+    epoch: int = 0
+    """The one that it was told; `Link` writes it."""
     num_blocks: int
     block_bytes: int
     """Bytes of KV for one block over all layers of this worker."""

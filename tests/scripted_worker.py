@@ -9,6 +9,7 @@ It draws tokens as `SimulatedDevice` does. The environment variable SCRIPT (JSON
     poison       a token: whoever has it in its prompt ends the worker, by SIGKILL
     never_ready  it never says that it is ready
     exit_at_start  exit status, right after a line on stderr
+    epoch        it says that it is of this epoch
     move_s       it answers transfers of blocks, after so many seconds each (and moves nothing)
 """
 
@@ -20,6 +21,8 @@ import os
 import signal
 import sys
 import time
+
+import msgspec
 
 from slipring.shm import spec
 from slipring.shm.control import BlocksMoved, Message, MoveBlocks
@@ -42,7 +45,7 @@ def main() -> int:
     if "exit_at_start" in script:
         print("the scripted worker gives up", file=sys.stderr)
         return int(script["exit_at_start"])
-    link = Link(config)
+    link = Link(msgspec.structs.replace(config, epoch=script.get("epoch", config.epoch)))
     num_blocks = config.num_blocks or 4096
     device = SimulatedDevice(link.table, num_blocks, config.model.vocab_size, config.model.hidden_size)
     if script.get("never_ready"):

@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from slipring.shm import wire
 from slipring.shm.control import ControlEnd
 from slipring.shm.doorbell import Doorbell, Waiter
@@ -148,6 +150,7 @@ class Link:
             self._in_flight.popleft()
 
     def publish_ready(self, ready: Ready) -> None:
+        ready = msgspec.structs.replace(ready, epoch=self._config.epoch)
         self._publish(SlotKind.READY, wire.encode(ready), self._claim())
 
     def progress(self, done: int, total: int) -> None:

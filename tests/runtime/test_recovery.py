@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import time
 
@@ -137,7 +138,9 @@ def test_what_a_dead_replica_held_goes_on_elsewhere() -> None:
                 await asyncio.sleep(0.001)
             with pytest.raises(EngineDeadError, match="rank 0"):
                 submit(engine, ask([1], data_parallel_rank=0))
-            removal = {"removed_dp_ranks": [0], "dp_store_port": 4000, "dp_master_ip": "127.0.0.1"}
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            removal = {"removed_dp_ranks": [0], "dp_store_port": port, "dp_master_ip": "127.0.0.1"}
             result = await engine.fault_tolerance.apply(FaultToleranceRequest("scale_down", removal, "down"))
             assert result is not None and result.success, result
             await stream.wait()
