@@ -320,7 +320,11 @@ class StepLoop:
         self.epoch.publish_step(step.step_id)
         self._waiter.expect()
         now = time.monotonic()
-        self._deadline.published(self.pacer.published(step, now), now)
+        predicted_s = self.pacer.published(step, now)
+        if not self.pacer.cost.num_observed and self.epoch.ready is not None:
+            # Nothing is known of steps yet but what the worker's own first one took.
+            predicted_s = self.epoch.ready.phase_seconds.get("warm up", 0.0)
+        self._deadline.published(predicted_s, now)
         if scheduler.admitted:
             self._note_admissions(scheduler, now)
         return step

@@ -10,6 +10,7 @@ It draws tokens as `SimulatedDevice` does. The environment variable SCRIPT (JSON
     never_ready  it never says that it is ready
     exit_at_start  exit status, right after a line on stderr
     epoch        it says that it is of this epoch
+    warm_up_s    it says that its warm-up took so long
     move_s       it answers transfers of blocks, after so many seconds each (and moves nothing)
 """
 
@@ -53,7 +54,8 @@ def main() -> int:
     if "move_s" in script:
         ControlThread(*link.open_control(), lambda message: _moved(message, script["move_s"]), link.fail)
     link.progress(1, 1)
-    link.publish_ready(Ready(num_blocks=num_blocks, block_bytes=1, phase_seconds={"load": 0}))
+    phases = {"load": 0.0, "warm up": float(script.get("warm_up_s", 0))}
+    link.publish_ready(Ready(num_blocks=num_blocks, block_bytes=1, phase_seconds=phases))
     try:
         serve(link, device, script)
     except EngineGone:

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import msgspec
 import psutil
@@ -19,11 +20,13 @@ import uvloop
 
 from slipring.runtime.config import EngineConfig
 from slipring.runtime.engine import Engine, HealthState
+from slipring.runtime.flight_recorder import Record, read_record
 from slipring.runtime.grammar import GrammarSpec
 from slipring.runtime.request import Delta, GenerationRequest
 from slipring.shm.params import SamplingParams
 from tests.e2e.test_equal_tokens import Stream, assert_equal, run_all, streams
 
+HANG_LIMIT_S = 1.0
 LIMITS = {"dtype": "float32", "max_num_seqs": 64, "debug_integrity": True}
 
 
@@ -38,9 +41,11 @@ async def undisturbed() -> list[Stream]:
         await engine.stop()
 
 
-async def disturbed(blow: signal.Signals, times: int) -> list[Stream]:
-    limits = {"max_num_batched_tokens": 64, "hang_limit_s": 8.0} if blow is signal.SIGSTOP else {}
-    engine = Engine(EngineConfig(model="smollm2", **LIMITS, **limits))
+async def disturbed(blow: signal.Signals, times: int, records: Path) -> list[Stream]:
+    # For the hang limit of a second steps must be short: 16 tokens at a time.
+    short = {"max_num_seqs": 16, "max_num_batched_tokens": 16, "hang_limit_s": HANG_LIMIT_S, "cpu_threads": 1}
+    limits = LIMITS | {"flight_recorder_dir": str(records)} | (short if blow is signal.SIGSTOP else {})
+    engine = Engine(EngineConfig(model="smollm2", **limits))
     await engine.start()
     try:
         found = streams(engine)
@@ -83,8 +88,20 @@ def reference() -> list[Stream]:
 
 
 @pytest.mark.parametrize(("blow", "times"), [(signal.SIGKILL, 2), (signal.SIGSTOP, 1)], ids=["killed", "stopped"])
-def test_64_streams_outlive_their_worker(reference: list[Stream], blow: signal.Signals, times: int) -> None:
-    assert_equal(uvloop.run(disturbed(blow, times)), reference)
+def test_64_streams_outlive_their_worker(
+    reference: list[Stream], blow: signal.Signals, times: int, tmp_path: Path
+) -> None:
+    assert_equal(uvloop.run(disturbed(blow, times, tmp_path)), reference)
+    if blow is signal.SIGSTOP:
+        for record in map(read_record, map(str, tmp_path.iterdir())):
+            assert record.event == "hang" and record.limit_s >= HANG_LIMIT_S
+            assert record.silent_s < record.limit_s + 0.5, "what else runs here may delay the look at the clock"
+            assert record.limit_s == HANG_LIMIT_S or _slowest(record) > 0.5 * HANG_LIMIT_S / 10, "a prediction far off"
+
+
+def _slowest(record: Record) -> float:
+    """Seconds that the longest of the last steps took."""
+    return max((step.took_s for step in record.steps if step.took_s is not None), default=0.0)
 
 
 def test_constraints_and_stop_strings_go_on_where_they_were() -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -302,5 +303,25 @@ def test_a_drained_replica_leaves_no_slot_pinned(move_s: float) -> None:
             assert replica.command(Event.RETRY) is None
             await asyncio.wait_for(replica.settled([State.HEALTHY]), 20)
             await submit(engine, ask([5], 4, data_parallel_rank=0)).wait()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("warm_up_s", [0.0, 0.2])
+def test_a_first_step_is_measured_by_the_warm_up(warm_up_s: float, tmp_path: Path) -> None:
+    """Steps longer than the hang limit are no hang where the worker's own first one took long, too."""
+
+    async def scenario() -> None:
+        script = {"step_s": 0.6, "warm_up_s": warm_up_s}
+        async with running(script, hang_limit_s=0.3, flight_recorder_dir=str(tmp_path)) as engine:
+            stream = submit(engine, ask([1, 2], 3))
+            deadline = time.monotonic() + 20
+            while stream.deltas == [] and not any(tmp_path.iterdir()):
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+            if warm_up_s:
+                await stream.wait()
+                assert stream.tokens() == expected_tokens([1, 2], 1, engine.spec.vocab_size, 3)
+            assert any(tmp_path.iterdir()) == (not warm_up_s)
 
     run(scenario())
