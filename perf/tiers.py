@@ -33,6 +33,7 @@ HELD_SHARE = 1 / 8
 OPENING_TOKENS, QUESTION_TOKENS, ANSWER_TOKENS = 160, 48, 8
 BLOCK = 16
 _BLOCKS_PER_TALK = (OPENING_TOKENS + NUM_TURNS * (QUESTION_TOKENS + ANSWER_TOKENS)) // BLOCK
+_TOKENS = (100, 40_000)
 _BLOCK_BYTES = 737_280
 """Of SmolLM2-135M in float32."""
 
@@ -130,7 +131,7 @@ async def _talks(
         for turn in range(NUM_TURNS):
             for talk in range(num_talks):
                 num_new = QUESTION_TOKENS if turn else OPENING_TOKENS + QUESTION_TOKENS
-                history[talk] += chance.integers(100, 40_000, num_new).tolist()
+                history[talk] += chance.integers(*_TOKENS, num_new).tolist()
                 answer = _ask(engine, f"{turn}-{talk}", history[talk], ANSWER_TOKENS)
                 await asyncio.wait_for(answer.done.wait(), 120)
                 history[talk] += answer.tokens
@@ -147,7 +148,7 @@ async def _gaps(seed: int, kind: str, num_rounds: int) -> tuple[list[float], dic
     """Gaps between the tokens of four streams, while conversations come and go whose prefix of 30 blocks lies in the
     device's pool (roomy), or must be loaded each time, while what is new is stored (cpu); and what was moved."""
     chance = np.random.default_rng(seed)
-    prefixes = [chance.integers(100, 40_000, 480).tolist() for _ in range(12)]
+    prefixes = [chance.integers(*_TOKENS, 480).tolist() for _ in range(12)]
     settings: dict[str, Any] = {"num_gpu_blocks_override": 2000}
     if kind == "cpu":
         settings = _tiers("cpu", "", 16) | {"num_gpu_blocks_override": 250}
@@ -156,13 +157,13 @@ async def _gaps(seed: int, kind: str, num_rounds: int) -> tuple[list[float], dic
         for number, prefix in enumerate(prefixes):
             await _ask(engine, f"first-{number}", prefix, 1).done.wait()
         streams = [
-            _ask(engine, f"stream-{i}", chance.integers(100, 40_000, 32).tolist(), 40 * num_rounds) for i in range(4)
+            _ask(engine, f"stream-{i}", chance.integers(*_TOKENS, 32).tolist(), 40 * num_rounds) for i in range(4)
         ]
         while not all(stream.times for stream in streams):
             await asyncio.sleep(0.01)
         number = 0
         while not all(stream.done.is_set() for stream in streams):
-            prefix = prefixes[number % len(prefixes)] + chance.integers(100, 40_000, 2 * BLOCK).tolist()
+            prefix = prefixes[number % len(prefixes)] + chance.integers(*_TOKENS, 2 * BLOCK).tolist()
             await _ask(engine, f"turn-{number}", prefix, 1).done.wait()
             await asyncio.sleep(0.05)
             number += 1
