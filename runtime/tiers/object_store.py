@@ -132,16 +132,21 @@ class ObjectStore:
         self._used = sum(self._sizes.values())
 
     def _make_room(self, nbytes: int) -> list[str] | None:
-        """Objects that must go for `nbytes` more; they count as gone from now on. None: it can never fit."""
+        """Objects that must go for `nbytes` more; they count as gone from now on. None: there is no room, and nothing
+        has changed. What is on its way to the service stays: it could not be deleted yet."""
         if self._quota is None:
             return []
-        if nbytes > self._quota:
+        victims, left = [], self._used
+        for path, size in self._sizes.items():
+            if left + nbytes <= self._quota:
+                break
+            if path not in self._under_way:
+                victims.append(path)
+                left -= size
+        if left + nbytes > self._quota:
             return None
-        victims = []
-        while self._used + nbytes > self._quota:
-            path, size = self._sizes.popitem(last=False)
-            self._used -= size
-            victims.append(path)
+        for path in victims:
+            self._used -= self._sizes.pop(path)
         return victims
 
     def _forget(self, path: str) -> None:

@@ -136,6 +136,9 @@ def test_what_was_of_use_longest_ago_goes_first(s3: S3Server) -> None:
     assert [tier.contains(key(number)) for number in range(3)] == [True, False, True]
     listed = sum(item["size"] for part in obstore.list(s3.raw(), prefix="quota") for item in part)
     assert listed == tier.used_bytes == 2 * FILE
+    tier._under_way.add(next(iter(tier._sizes)))
+    assert tier.write(key(3), page(3)) and [tier.contains(key(number)) for number in (0, 2, 3)] == [False, False, True]
+    assert tier.used_bytes == 2 * FILE, "what is under way is not deleted before it is there"
     assert not store(s3, "tiny", FILE - 1).write(key(1), page(1))
 
 
