@@ -16,7 +16,7 @@ from slipring.runtime.draft_tree import MAX_NODES, parse_tree
 from slipring.shm.spec import SpeculationSpec
 
 METHODS = ("ngram", "suffix", "grammar", "draft_model", "eagle", "medusa")
-TREES, FIXED_TREES = ("ngram", "eagle"), ("eagle",)
+TREES, FIXED_TREES = ("ngram", "eagle", "medusa"), ("eagle", "medusa")
 """Methods that may draft trees, and those that may be given one."""
 MAX_DRAFT = 32
 """Longest chain of drafts of a row in one step."""
@@ -180,7 +180,7 @@ def _checked(config: SpeculativeConfig, given: Iterable[str]) -> SpeculativeConf
 def _check_tree(config: SpeculativeConfig) -> None:
     most, depth = config.num_draft_tree_tokens, config.num_speculative_tokens
     if most is not None and config.method not in TREES:
-        raise SpeculationError(f"num_draft_tree_tokens is for {' and '.join(TREES)}, not for {config.method}")
+        raise SpeculationError(f"num_draft_tree_tokens is for {', '.join(TREES)}, not for {config.method}")
     if most is not None and not 1 <= most <= MAX_NODES:
         raise SpeculationError(f"num_draft_tree_tokens must be from 1 to {MAX_NODES}, got {most}")
     if config.speculative_token_tree is None:

@@ -123,9 +123,9 @@ def test_what_is_wrong_with_a_tree_is_named(tmp_path: Path, tree: str, words: st
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ('"method": "suffix", "num_draft_tree_tokens": 9', "num_draft_tree_tokens is for ngram and eagle"),
+        ('"method": "suffix", "num_draft_tree_tokens": 9', "num_draft_tree_tokens is for ngram, eagle, medusa"),
         ('"method": "ngram", "num_draft_tree_tokens": 63', "num_draft_tree_tokens must be from 1 to 62"),
-        ('"method": "ngram", "speculative_token_tree": [[0]]', "speculative_token_tree is for eagle"),
+        ('"method": "ngram", "speculative_token_tree": [[0]]', "speculative_token_tree is for eagle and medusa"),
     ],
 )
 def test_trees_where_there_are_none(keys: str, words: str) -> None:

@@ -87,10 +87,14 @@ def _draft_model(config: WorkerConfig, runner: Runner, progress: ProgressFn | No
 
 def _eagle(config: WorkerConfig, path: Path, runner: Runner) -> EagleProposer:
     target = Target(config.model, runner.model, runner.kv, runner.table, runner.rows, runner.builder, runner.sampler)
-    assert config.speculation is not None
-    shape = TreeShape.of(config.speculation.tree_depth, config.max_draft, config.speculation.token_tree)
-    return EagleProposer(target, load_head(path, config.model, config.max_model_len), shape)
+    return EagleProposer(target, load_head(path, config.model, config.max_model_len), _shape(config))
 
 
 def _medusa(config: WorkerConfig, path: Path, runner: Runner) -> MedusaProposer:
-    return MedusaProposer(runner.model, runner.rows, runner.sampler, load_medusa(path, config.model))
+    medusa = load_medusa(path, config.model)
+    return MedusaProposer(runner.model, runner.rows, runner.sampler, medusa, _shape(config))
+
+
+def _shape(config: WorkerConfig) -> TreeShape:
+    assert config.speculation is not None
+    return TreeShape.of(config.speculation.tree_depth, config.max_draft, config.speculation.token_tree)

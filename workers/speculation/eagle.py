@@ -32,10 +32,8 @@ from slipring.workers.rows import Rows
 from slipring.workers.sampler import Sampler
 from slipring.workers.speculation.eagle_head import MATRICES, EagleHead
 from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer
-from slipring.workers.speculation.tree_search import Fed, FloatArray, TreeSearch, TreeShape
+from slipring.workers.speculation.tree_search import CHAINS, Fed, FloatArray, TreeSearch, TreeShape
 from slipring.workers.speculation.verify import Runs
-
-_CHAINS = TreeShape(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class Target:
 class EagleProposer(NullProposer):
     is_free = False
 
-    def __init__(self, target: Target, head: EagleHead, shape: TreeShape = _CHAINS) -> None:
+    def __init__(self, target: Target, head: EagleHead, shape: TreeShape = CHAINS) -> None:
         """`head`: in float32, as it was loaded."""
         self._target, self._shape = target, shape
         model = target.model

@@ -1,4 +1,7 @@
-"""Drafts from Medusa heads (`medusa_head.py`): all of a chain at once, from the target's last hidden state."""
+"""Drafts from Medusa heads (`medusa_head.py`): all of them from the target's last hidden state.
+
+The heads do not know of each other's guesses: in a tree the same candidates stand behind every draft of a level.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,22 @@ from slipring.workers.rows import Rows
 from slipring.workers.sampler import Sampler
 from slipring.workers.speculation.medusa_head import Block, MedusaHeads
 from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer
+from slipring.workers.speculation.tree_search import CHAINS, FloatArray, TreeSearch, TreeShape
 from slipring.workers.speculation.verify import Runs
 
 
 class MedusaProposer(NullProposer):
     is_free = False
 
-    def __init__(self, model: Llama, rows: Rows, sampler: Sampler, medusa: MedusaHeads) -> None:
-        """`medusa`: in float32, as it was loaded."""
+    def __init__(
+        self, model: Llama, rows: Rows, sampler: Sampler, medusa: MedusaHeads, shape: TreeShape = CHAINS
+    ) -> None:
+        """`medusa`: in float32, as it was loaded. Raises ValueError for a fixed tree that is deeper than the heads."""
         self._model, self._rows, self._sampler = model, rows, sampler
+        deepest = len(medusa.heads)
+        if shape.paths and len(shape.paths[-1]) > deepest:
+            raise ValueError(f"speculative_token_tree is {len(shape.paths[-1])} deep, but there are {deepest} heads")
+        self._shape = shape if shape.depth is None else replace(shape, depth=min(shape.depth, deepest))
         dtype, num_rows = model.embedding.dtype, len(rows.position)
         outputs = medusa.outputs or [model.output_rows(medusa.token_ids)]
         packed = [pack_weight(output.to(dtype)) for output in outputs]
@@ -58,19 +68,21 @@ class MedusaProposer(NullProposer):
 
     @torch.inference_mode()
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
-        medusa = self._medusa
-        most = np.where(self._ready[rows], np.minimum(most, len(medusa.heads)), 0)
-        width = int(most.max(initial=0))
-        drafts = Drafts(np.zeros((len(rows), width), np.int64), most, worth=np.zeros((len(rows), width)))
-        assert drafts.worth is not None
-        worth = np.ones(len(rows))
-        for place in range(width):
-            at = np.flatnonzero(most > place)
-            x = medusa.hidden(place, self._hidden[torch.from_numpy(rows[at])])
-            scores = linear(x, medusa.outputs[place]).float()
-            position = self._rows.position[rows[at]] + place + 1
-            guess, chance = self._sampler.guesses(scores, medusa.token_ids, rows[at], position, 1)
-            drafts.tokens[at, place] = medusa.token_ids[guess[:, 0]].numpy()
-            worth[at] *= chance[:, 0].double().exp().numpy()
-            drafts.worth[at, place] = worth[at]
-        return drafts
+        most = np.where(self._ready[rows], most, 0)
+        if self._shape.depth is None:
+            most = np.minimum(most, len(self._medusa.heads))
+        at = np.flatnonzero(most)
+        if not len(at):
+            return Drafts.none(len(rows))
+        search = TreeSearch(self._shape, rows[at], self._rows.position[rows[at]], most[at])
+        found = search.run(self._hidden[torch.from_numpy(rows[at])], lambda _, hidden: hidden, self._guess)
+        return found.of(at, len(rows))
+
+    def _guess(self, hidden: Tensor, rows: IntArray, position: IntArray, count: int) -> tuple[IntArray, FloatArray]:
+        medusa, place = self._medusa, int(position[0] - self._rows.position[rows[0]]) - 1
+        # A row stands here once for each of its drafts, and its head says the same of all.
+        _, first, again = np.unique(rows, return_index=True, return_inverse=True)
+        x = medusa.hidden(place, hidden.index_select(0, torch.from_numpy(first)))
+        scores = linear(x, medusa.outputs[place]).float()
+        at, logp = self._sampler.guesses(scores, medusa.token_ids, rows[first], position[first], count)
+        return medusa.token_ids[at].numpy()[again], logp.double().numpy()[again]

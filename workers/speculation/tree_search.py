@@ -81,6 +81,9 @@ class TreeShape:
         return [path for path in ((), *self.paths) if len(path) == level and path in parents]
 
 
+CHAINS = TreeShape(None)
+
+
 class TreeSearch:
     """One step's drafts of R rows."""
 

@@ -16,6 +16,7 @@ from slipring.shm.params import SamplingParams
 from slipring.shm.spec import ModelSpec
 from slipring.workers.speculation.medusa import MedusaProposer
 from slipring.workers.speculation.medusa_head import Block, MedusaHeads, load_medusa, save_medusa
+from slipring.workers.speculation.tree_search import CHAINS, TreeShape
 from tests.workers.runner_rig import GREEDY, Rig, Sequence
 from tests.workers.tiny_models import save_tiny
 
@@ -39,9 +40,12 @@ def head(spec: ModelSpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def with_heads(spec: ModelSpec, head: Path) -> Rig:
-    rig = Rig(spec, max_draft=5, num_blocks=256)
-    rig.runner.proposer = MedusaProposer(rig.model, rig.runner.rows, rig.runner.sampler, load_medusa(head, spec))
+FIXED = TreeShape.of(3, 6, ((0,), (1,), (0, 2), (1, 0), (1, 1), (1, 1, 1)))
+
+
+def with_heads(spec: ModelSpec, head: Path, shape: TreeShape = CHAINS) -> Rig:
+    rig, medusa = Rig(spec, max_draft=8, num_blocks=256), load_medusa(head, spec)
+    rig.runner.proposer = MedusaProposer(rig.model, rig.runner.rows, rig.runner.sampler, medusa, shape)
     return rig
 
 
@@ -55,9 +59,35 @@ def generate(rig: Rig, params: SamplingParams) -> list[Sequence]:
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_heads_change_no_token(spec: ModelSpec, head: Path, params: SamplingParams) -> None:
     want = generate(Rig(spec, num_blocks=256), params)
-    got = generate(with_heads(spec, head), params)
-    for sequence, reference in zip(got, want, strict=True):
-        assert sequence.outputs[:20] == reference.outputs[:20]
+    for shape in (CHAINS, FIXED, TreeShape.of(5, 8)):
+        got = generate(with_heads(spec, head, shape), params)
+        for sequence, reference in zip(got, want, strict=True):
+            assert sequence.outputs[:20] == reference.outputs[:20]
+
+
+def test_a_fixed_tree_holds_the_heads_guesses_by_rank(spec: ModelSpec, head: Path) -> None:
+    rig = with_heads(spec, head, FIXED)
+    rows = np.array([sequence.row for sequence in generate(rig, GREEDY)])
+    drafts = rig.runner.proposer.propose(rows, np.full(len(rows), 6))
+    chains = with_heads(spec, head, TreeShape(3, num_children=3))
+    generate(chains, GREEDY)
+    proposer = chains.runner.proposer
+    assert isinstance(proposer, MedusaProposer) and (drafts.num == 6).all()
+    for row, tokens, parents in zip(rows.tolist(), drafts.tokens.tolist(), drafts.follows.tolist(), strict=True):
+        hidden, at, found = proposer._hidden[[row]], np.array([row]), set[tuple[int, ...]]()
+        position = proposer._rows.position[at]
+        guesses = [proposer._guess(hidden, at, position + place + 1, 3)[0][0].tolist() for place in range(3)]
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(tokens, parents, strict=True):
+            path = paths[parent + 1]
+            paths.append((*path, guesses[len(path)].index(token)))
+            found.add(paths[-1])
+        assert found == set(FIXED.paths)
+
+
+def test_a_fixed_tree_deeper_than_the_heads_is_refused(spec: ModelSpec, head: Path) -> None:
+    with pytest.raises(ValueError, match="speculative_token_tree is 4 deep, but there are 3 heads"):
+        with_heads(spec, head, TreeShape.of(4, 4, ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0))))
 
 
 def test_drafts_are_made_from_the_state_behind_the_last_but_one_token(spec: ModelSpec, head: Path) -> None:
