@@ -449,13 +449,14 @@ class Replica:
         """Make the next epoch, once nothing is left of the last one's worker."""
         async with self._changing:
             if await self._end_gently(self.step_loop):
+                self._parting = None
                 self._begin_epoch()
 
     async def _rest(self, loop: StepLoop) -> None:
         """There is nothing to do any more."""
         async with self._changing:
-            if loop is self.step_loop:
-                await self._end_gently(loop)
+            if loop is self.step_loop and await self._end_gently(loop):
+                self._parting = None
 
     async def _end_gently(self, loop: StepLoop) -> bool:
         """What is on its way into the tiers arrives, the worker ends by itself, and everything is given back. False:
