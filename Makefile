@@ -32,6 +32,7 @@ test: env
 
 check: env
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/test_layering.py
 

@@ -176,6 +176,7 @@ class CompletionRenderer(EventRenderer):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._told = set()
+
     _after_text = b',"logprobs":'
     _plain_end = b',"logprobs":null,"finish_reason":null}]}\n\n'
 

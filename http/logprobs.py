@@ -78,9 +78,7 @@ class LogprobWriter:
             "text_offset": [offset.take(self._added[e.token_id]) for e in entries],
         }
 
-    def echoed(
-        self, token_ids: TokenIds, echo: str, scores: PromptLogprobs, num_top: int
-    ) -> dict[str, list[Any]]:
+    def echoed(self, token_ids: TokenIds, echo: str, scores: PromptLogprobs, num_top: int) -> dict[str, list[Any]]:
         """As `completion`, for a prompt that is echoed as the text `echo`; its first token follows nothing."""
         entries = scores.entries(token_ids, num_top)
         ids = np.asarray(token_ids).tolist()

@@ -67,9 +67,7 @@ def cut_of(model: ServedModel, length: int | None, side: str | None, default_sid
 async def read_prompts(model: ServedModel, value: Any, wanted: Wanted) -> list[Prompt]:
     """Raises ApiError (400) for anything that is no prompt."""
     if value is None:
-        raise bad_request(
-            f"Missing required field `{wanted.param}`.", wanted.param, "missing_required_parameter"
-        )
+        raise bad_request(f"Missing required field `{wanted.param}`.", wanted.param, "missing_required_parameter")
     if isinstance(value, str):
         return await _from_texts(model, wanted, [value])
     if not value:

@@ -119,9 +119,7 @@ class OutputWriter:
             frames = self._numbers.frame("response.function_call_arguments.done", done)
         else:
             frames = self._end_part(kind, text, item["content"][0], place)
-        return frames + self._numbers.frame(
-            "response.output_item.done", {"output_index": self._index, "item": item}
-        )
+        return frames + self._numbers.frame("response.output_item.done", {"output_index": self._index, "item": item})
 
     def _end_part(self, kind: str, text: str, part: dict[str, Any], place: dict[str, Any]) -> bytes:
         part["text"] = text

@@ -169,9 +169,7 @@ def _tools(tools: Sequence[FunctionTool]) -> list[dict[str, Any]]:
 
 def _tool(tool: FunctionTool, where: str) -> dict[str, Any]:
     if not tool.name:
-        raise bad_request(
-            f'`{where}` must be {{"type": "function", "name": ..., "parameters": ...}}.', f"{where}.name"
-        )
+        raise bad_request(f'`{where}` must be {{"type": "function", "name": ..., "parameters": ...}}.', f"{where}.name")
     function = msgspec.to_builtins(tool)
     del function["type"]
     return {"type": "function", "function": function}

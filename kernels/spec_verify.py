@@ -153,8 +153,7 @@ def _specs() -> tuple[KernelSpec, ...]:
         for n in (8, 32)
     ]
     trees = [
-        KernelSpec(f"spec_verify.tree.{n}", verify_tree_kernel, tree, {"WIDTH": n}, "spec_verify.tree")
-        for n in (64,)
+        KernelSpec(f"spec_verify.tree.{n}", verify_tree_kernel, tree, {"WIDTH": n}, "spec_verify.tree") for n in (64,)
     ]
     return (*chains, *trees)
 

@@ -252,9 +252,7 @@ async def _generate(engine: Engine, stream: Stream, request_id: str, num_tokens:
         max_tokens=num_tokens, temperature=stream.temperature, seed=stream.seed, stop_token_ids=tuple(stops)
     )
     engine.submit(
-        GenerationRequest(
-            request_id=request_id, prompt_token_ids=stream.prompt, params=params, grammar=stream.grammar
-        ),
+        GenerationRequest(request_id=request_id, prompt_token_ids=stream.prompt, params=params, grammar=stream.grammar),
         sink,
     )
     await done.wait()

@@ -47,7 +47,7 @@ def _integer(chance: random.Random, depth: int) -> dict[str, Any]:
 
 
 def _literal(chance: random.Random, depth: int) -> dict[str, Any]:
-    values = ["a", "é\n\"", 1, 2.5, None, True, [1], {"k": []}, "开"]
+    values = ["a", 'é\n"', 1, 2.5, None, True, [1], {"k": []}, "开"]
     if chance.random() < 0.5:
         return {"const": chance.choice(values)}
     return {"enum": chance.sample(values, chance.randint(1, 4))}

@@ -24,6 +24,7 @@ def num_mask_words(vocab_size: int) -> int:
     """int32 words of a token mask."""
     return -(-vocab_size // 32)
 
+
 _KEPT_LEAVING = 256
 """Dropped grammars that are kept a while longer."""
 

@@ -26,7 +26,7 @@ WORDS = TEXT.split()
 NUM_STREAMS = 64
 NGRAM = """{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3,
  "num_speculative_tokens_per_batch_size": [[1, 64, 4]]}"""
-TREES = NGRAM.replace("64, 4", "64, 12").replace(': 4,', ': 4, "num_draft_tree_tokens": 12,')
+TREES = NGRAM.replace("64, 4", "64, 12").replace(": 4,", ': 4, "num_draft_tree_tokens": 12,')
 SMALL_POOL = {"block_size": 4, "num_gpu_blocks_override": 64}
 """256 tokens: the longest stream fits alone, and little beside it."""
 
@@ -142,9 +142,7 @@ def assert_equal(got: list[Stream], want: list[Stream]) -> None:
 def test_64_streams_give_what_each_gives_alone(
     alone: list[Stream], depth_two: bool, caching: bool, pool: dict[str, int]
 ) -> None:
-    got, stats = uvloop.run(
-        tokens_of(at_once=True, async_scheduling=depth_two, enable_prefix_caching=caching, **pool)
-    )
+    got, stats = uvloop.run(tokens_of(at_once=True, async_scheduling=depth_two, enable_prefix_caching=caching, **pool))
     assert_equal(got, alone)
     assert (stats.num_preemptions > 0) == bool(pool)
     assert (stats.prefix_cache_hits > 0) == caching

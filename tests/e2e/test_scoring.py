@@ -22,6 +22,7 @@ def post(server: str, path: str, body: dict[str, Any]) -> Any:
 
 def test_an_evaluation_harness_scores_continuations(server: str) -> None:
     """Batches of token ids, echo, one token more: the likely ending scores higher, however the cache stands."""
+
     def ids(text: str) -> list[int]:
         return post(server, "/tokenize", {"prompt": text})["tokens"]
 

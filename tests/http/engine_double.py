@@ -140,7 +140,12 @@ class EngineDouble:
         self._push(position, Delta(index=index, text=text, token_ids=ids, logprobs=entries, num_cached_tokens=cached))
 
     def end(
-        self, text: str = "", reason: str = "stop", index: int = 0, position: int = -1, error: str | None = None,
+        self,
+        text: str = "",
+        reason: str = "stop",
+        index: int = 0,
+        position: int = -1,
+        error: str | None = None,
         stop_reason: int | str | None = None,
     ) -> None:
         ids = tuple(text.encode())
@@ -175,7 +180,6 @@ class EngineDouble:
                            prompt_logprobs=None if position else scores_of(request),
                            finish_reason=reason if last else None))  # fmt: skip
         self.sinks.pop(request.request_id, None)
-
 
     def _answer_prompt(self, request: GenerationRequest, sink: Sink) -> None:
         """What is asked of the prompt alone: log-probabilities, or its first ids as a hidden state."""

@@ -56,9 +56,7 @@ class Process:
 
 
 @contextlib.contextmanager
-def started(
-    *flags: str, script: dict[str, Any] | None = None, before: tuple[str, ...] = ()
-) -> Iterator[Process]:
+def started(*flags: str, script: dict[str, Any] | None = None, before: tuple[str, ...] = ()) -> Iterator[Process]:
     process = Process(*flags, script=script, before=before)
     try:
         asyncio.run(_ready(process))

@@ -49,9 +49,7 @@ def test_a_round_trip_with_the_synchronous_client() -> None:
             message = ask(client).choices[0].message
             assert [call.function.name for call in message.tool_calls] == ["weather", "weather"]
             assert message.content == "Let me see." and message.model_extra["reasoning_content"] == "A tool!"
-            results = [
-                {"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls
-            ]
+            results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls]
             history: Any = [*ASKED, message.model_dump(exclude_none=True), *results]
             again = client.chat.completions.create(model="m", messages=history, tools=[TOOL])
             assert again.choices[0].finish_reason == "tool_calls"

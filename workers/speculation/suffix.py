@@ -107,9 +107,7 @@ class SuffixProposer(NullProposer):
         return best
 
 
-def _most_frequent(
-    own: list[int], places: list[Occurrence], most: int, least_chance: float
-) -> tuple[list[int], float]:
+def _most_frequent(own: list[int], places: list[Occurrence], most: int, least_chance: float) -> tuple[list[int], float]:
     """What followed most of the places, token by token, and how many of it are expected to be right.
 
     In the row's `own` text a continuation that reaches the end goes round, as a repetition does.
