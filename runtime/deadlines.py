@@ -3,7 +3,8 @@
 A step's clock runs from its publication, or from the previous step's return if that was later; it stops when the step
 is back. It may take max(hang limit, 10 x its predicted time). A worker that starts has a limit on its silence for
 each phase. There is one timer while something is awaited, and it is not set anew with each step: when it fires too
-early it is set again for what is left. An idle worker is awaited by nobody.
+early it is set again for what is left. Only where a step has less time than the timer says is it set sooner. An idle
+worker is awaited by nobody.
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ class StepDeadline:
         if not self._limits:
             self._began = now
         self._limits.append(max(self._hang_limit_s, _PREDICTION_MARGIN * predicted_s))
-        if self._timer is None and not self._is_over:
-            self._set(self._limits[0])
+        self._await_step()
 
     def returned(self, now: float) -> None:
         """The oldest step is back."""
         self._limits.popleft()
         self._began = now
+        if self._limits:
+            self._await_step()
 
     def cancel(self) -> None:
         """Nobody is to be judged any more."""
@@ -64,6 +66,15 @@ class StepDeadline:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _await_step(self) -> None:
+        """The timer fires no later than the oldest step is due."""
+        due = self._began + self._limits[0]
+        if self._is_over or (self._timer is not None and self._due <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._set(max(due - time.monotonic(), 0.001))
 
     def _set(self, seconds: float) -> None:
         self._due = time.monotonic() + seconds
