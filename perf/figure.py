@@ -22,6 +22,9 @@ import numpy as np
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "perf" / "results"
 
+_SIMD = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "sve")
+"""What makes the same number of cores a different machine."""
+
 # id -> module. The order is that of `python -m perf list` and of the README's tables.
 FIGURES = {
     "schedule": "perf.schedule",
@@ -71,9 +74,11 @@ def machine() -> dict[str, Any]:
     model = next(
         (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown"
     )
+    flags = next((line.split(":")[1].split() for line in _lines("/proc/cpuinfo") if line.startswith("flags")), [])
     memory = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
     return {
         "cpu": model,
+        "simd": [name for name in _SIMD if name in flags],
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**20, 1),
         "kernel": platform.release().split("-")[0],
