@@ -21,6 +21,12 @@ from slipring.workers.speculation.proposer import Proposer
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
+def random_prompts(*lengths: int) -> list[list[int]]:
+    """Always the same ones, of the tiny models' tokens."""
+    random = np.random.default_rng(5)
+    return [random.integers(3, 260, size=length).tolist() for length in lengths]
+
+
 def worker_config(spec: ModelSpec, **changes: object) -> WorkerConfig:
     values: dict[str, object] = {
         "model": spec,
@@ -150,6 +156,12 @@ class Rig:
             decode = [s for s in waiting if s.outputs]
             prefill = [(s, min(chunk, len(s.tokens) - s.num_computed)) for s in waiting if not s.outputs]
             self.run(decode, prefill)
+
+    def answer(self, prompts: list[list[int]], params: SamplingParams, num_outputs: int, chunk: int) -> list[Sequence]:
+        """`generate`, for prompts that are admitted first."""
+        sequences = [self.admit(prompt, params) for prompt in prompts]
+        self.generate(sequences, num_outputs, chunk)
+        return sequences
 
     def _grow(self, sequence: Sequence, length: int) -> list[tuple[int, int]]:
         added = []

@@ -11,7 +11,7 @@ from slipring.shm.params import SamplingParams
 from slipring.shm.spec import ModelSpec
 from slipring.shm.wire import NON_FINITE
 from tests.kernels.on_gpu import GpuRig
-from tests.workers.runner_rig import GREEDY, Rig, Sequence
+from tests.workers.runner_rig import GREEDY, Rig, Sequence, random_prompts
 from tests.workers.tiny_models import save_tiny
 
 SEEDED = SamplingParams(max_tokens=1, temperature=1.0, seed=2**63 + 12345)
@@ -41,8 +41,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 
 def prompts() -> list[list[int]]:
-    random = np.random.default_rng(5)
-    return [random.integers(3, 260, size=n).tolist() for n in (1, 8, 21, 13)]
+    return random_prompts(1, 8, 21, 13)
 
 
 def test_interpreted_kernels_are_what_runs(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from slipring.shm.params import SamplingParams
@@ -10,7 +9,7 @@ from slipring.shm.spec import ModelSpec
 from slipring.workers.speculation.ngram import NgramProposer
 from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer, Proposer
 from slipring.workers.speculation.suffix import Limits, SuffixProposer
-from tests.workers.runner_rig import GREEDY, Rig, Sequence
+from tests.workers.runner_rig import GREEDY, Rig, Sequence, random_prompts
 from tests.workers.tiny_models import save_tiny
 
 NUM_OUTPUTS = 24
@@ -59,15 +58,12 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 
 
 def prompts() -> list[list[int]]:
-    random = np.random.default_rng(5)
-    return [random.integers(3, 260, size=n).tolist() for n in (1, 5, 8, 16, 23, 41, 70)]
+    return random_prompts(1, 5, 8, 16, 23, 41, 70)
 
 
 def generate(spec: ModelSpec, params: SamplingParams, proposer: Proposer | None, most: int) -> list[Sequence]:
     rig = Rig(spec, proposer=proposer, max_draft=most, num_blocks=256)
-    sequences = [rig.admit(prompt, params) for prompt in prompts()]
-    rig.generate(sequences, NUM_OUTPUTS, chunk=16)
-    return sequences
+    return rig.answer(prompts(), params, NUM_OUTPUTS, chunk=16)
 
 
 @pytest.mark.parametrize("most", [1, 4])

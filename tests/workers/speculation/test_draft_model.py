@@ -14,7 +14,7 @@ from slipring.workers.batch_builder import BatchBuilder
 from slipring.workers.kv_cache import KvCache
 from slipring.workers.speculation import draft_model
 from slipring.workers.speculation.draft_model import DraftModelProposer
-from tests.workers.runner_rig import GREEDY, Rig, Sequence
+from tests.workers.runner_rig import GREEDY, Rig, Sequence, random_prompts
 from tests.workers.tiny_models import save_tiny
 
 SEEDED = SamplingParams(max_tokens=1, temperature=0.4, seed=11)
@@ -47,14 +47,11 @@ def with_draft_model(spec: ModelSpec, draft: ModelSpec) -> tuple[Rig, DraftModel
 
 
 def prompts() -> list[list[int]]:
-    random = np.random.default_rng(5)
-    return [random.integers(3, 260, size=n).tolist() for n in (1, 5, 8, 23, 41)]
+    return random_prompts(1, 5, 8, 23, 41)
 
 
 def generate(rig: Rig, params: SamplingParams, chunk: int = 16) -> list[Sequence]:
-    sequences = [rig.admit(prompt, params) for prompt in prompts()]
-    rig.generate(sequences, NUM_OUTPUTS, chunk=chunk)
-    return sequences
+    return rig.answer(prompts(), params, NUM_OUTPUTS, chunk)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])

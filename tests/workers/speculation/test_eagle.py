@@ -17,7 +17,7 @@ from slipring.workers.speculation.eagle import EagleProposer, Target
 from slipring.workers.speculation.eagle_head import EagleHead
 from slipring.workers.speculation.head_files import load_head, save_head, shapes
 from slipring.workers.speculation.tree_search import Fed, TreeShape
-from tests.workers.runner_rig import GREEDY, Rig, Sequence
+from tests.workers.runner_rig import GREEDY, Rig, Sequence, random_prompts
 from tests.workers.tiny_models import save_tiny
 
 SEEDED = SamplingParams(max_tokens=1, temperature=1.0, seed=11)
@@ -52,14 +52,11 @@ def with_head(
 
 
 def prompts() -> list[list[int]]:
-    random = np.random.default_rng(5)
-    return [random.integers(3, 260, size=n).tolist() for n in (1, 5, 8, 23, 41)]
+    return random_prompts(1, 5, 8, 23, 41)
 
 
 def generate(rig: Rig, params: SamplingParams, chunk: int = 16) -> list[Sequence]:
-    sequences = [rig.admit(prompt, params) for prompt in prompts()]
-    rig.generate(sequences, 20, chunk=chunk)
-    return sequences
+    return rig.answer(prompts(), params, 20, chunk)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])

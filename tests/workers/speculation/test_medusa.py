@@ -17,7 +17,7 @@ from slipring.shm.spec import ModelSpec
 from slipring.workers.speculation.medusa import MedusaProposer
 from slipring.workers.speculation.medusa_head import Block, MedusaHeads, load_medusa, save_medusa
 from slipring.workers.speculation.tree_search import CHAINS, TreeShape
-from tests.workers.runner_rig import GREEDY, Rig, Sequence
+from tests.workers.runner_rig import GREEDY, Rig, Sequence, random_prompts
 from tests.workers.tiny_models import save_tiny
 
 SEEDED = SamplingParams(max_tokens=1, temperature=1.0, seed=11)
@@ -50,10 +50,7 @@ def with_heads(spec: ModelSpec, head: Path, shape: TreeShape = CHAINS) -> Rig:
 
 
 def generate(rig: Rig, params: SamplingParams) -> list[Sequence]:
-    random = np.random.default_rng(5)
-    sequences = [rig.admit(random.integers(3, 260, size=n).tolist(), params) for n in (1, 5, 8, 23, 41)]
-    rig.generate(sequences, 20, chunk=16)
-    return sequences
+    return rig.answer(random_prompts(1, 5, 8, 23, 41), params, 20, chunk=16)
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])

@@ -73,9 +73,7 @@ def generate(
     spec: ModelSpec, params: SamplingParams, proposer: NullProposer, most: int, size: int
 ) -> tuple[Rig, list[Sequence]]:
     rig = Rig(spec, proposer=proposer, max_draft=most, num_blocks=1024 // size * 2, block_size=size)
-    sequences = [rig.admit(prompt, params) for prompt in prompts()]
-    rig.generate(sequences, NUM_OUTPUTS, chunk=16)
-    return rig, sequences
+    return rig, rig.answer(prompts(), params, NUM_OUTPUTS, chunk=16)
 
 
 def cached(rig: Rig, sequence: Sequence, num: int) -> torch.Tensor:
