@@ -7,20 +7,17 @@ rows of the head's vocabulary are read from the target.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import msgspec
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slipring.shm.spec import ModelSpec
 from slipring.workers.speculation.eagle_head import EagleHead
 from slipring.workers.speculation.published_heads import load_published
-
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+from slipring.workers.speculation.tensor_files import CONFIG, WEIGHTS, check_shape, int8_codes, write_head
 
 
 class HeadConfig(msgspec.Struct, frozen=True):
@@ -61,16 +58,9 @@ def save_head(path: Path, head: EagleHead, about: dict[str, object]) -> None:
     """Write the directory `path`; `about` goes into `config.json` as well."""
     stored = {"token_ids": head.token_ids.to(torch.int32)}
     for name in shapes(head.spec, head.taps):
-        wide = head.weights[name].detach().float()
-        if is_matrix(name):
-            scale = wide.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
-            stored[f"{name}.codes"] = (wide / scale).round().to(torch.int8)
-            stored[f"{name}.scale"] = scale
-        else:
-            stored[name] = wide.half()
-    path.mkdir(parents=True, exist_ok=True)
-    save_file(stored, path / WEIGHTS)
-    (path / CONFIG).write_text(json.dumps({"method": "eagle", "taps": head.taps, **about}, indent=1) + "\n")
+        weight = head.weights[name]
+        stored |= int8_codes(name, weight) if is_matrix(name) else {name: weight.detach().half()}
+    write_head(path, stored, {"method": "eagle", "taps": head.taps, **about})
 
 
 def load_head(path: Path, spec: ModelSpec, max_model_len: int) -> EagleHead:
@@ -86,8 +76,6 @@ def load_head(path: Path, spec: ModelSpec, max_model_len: int) -> EagleHead:
                 weights[name] = file.get_tensor(f"{name}.codes").float() * file.get_tensor(f"{name}.scale")
             else:
                 weights[name] = file.get_tensor(name).float()
-            if weights[name].shape != shape:
-                found = list(weights[name].shape)
-                raise ValueError(f"{path}: {name} is {found}, this model needs {list(shape)}: made for another model?")
+            check_shape(path, name, weights[name], shape)
         token_ids = file.get_tensor("token_ids").long()
     return EagleHead(spec, weights, token_ids, config.taps)

@@ -11,22 +11,19 @@ without the first part of the name. Ours hold int8 blocks, and use the target's 
 
 from __future__ import annotations
 
-import json
-import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slipring.shm.spec import ModelSpec
 from slipring.workers.speculation.eagle_head import Multiply
+from slipring.workers.speculation.tensor_files import WEIGHTS, check_shape, int8_codes, read_tensors, write_head
 
-FILES = ("model.safetensors", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
+FILES = (WEIGHTS, "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 _NAME = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)(\.linear)?\.(weight|bias|codes|scale)")
 
 
@@ -60,15 +57,9 @@ def save_medusa(path: Path, medusa: MedusaHeads, about: dict[str, object]) -> No
     stored = {"token_ids": medusa.token_ids.to(torch.int32)}
     for number, blocks in enumerate(medusa.heads):
         for place, block in enumerate(blocks):
-            wide = block.weight.detach().float()
-            scale = wide.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
             name = f"medusa_head.{number}.{place}.linear"
-            stored[f"{name}.codes"] = (wide / scale).round().to(torch.int8)
-            stored[f"{name}.scale"] = scale
-            stored[f"{name}.bias"] = block.bias.detach().half()
-    path.mkdir(parents=True, exist_ok=True)
-    save_file(stored, path / FILES[0])
-    (path / "config.json").write_text(json.dumps({"method": "medusa", **about}, indent=1) + "\n")
+            stored |= int8_codes(name, block.weight) | {f"{name}.bias": block.bias.detach().half()}
+    write_head(path, stored, {"method": "medusa", **about})
 
 
 def load_medusa(path: Path, spec: ModelSpec) -> MedusaHeads:
@@ -89,7 +80,7 @@ def load_medusa(path: Path, spec: ModelSpec) -> MedusaHeads:
         blocks = [parts[number][place] for place in sorted(parts[number])]
         if "output" in blocks[-1]:
             output = blocks.pop()["output"]
-            _check(path, f"the output matrix of head {number}", output, (len(token_ids), spec.hidden_size))
+            check_shape(path, f"the output matrix of head {number}", output, (len(token_ids), spec.hidden_size))
             outputs.append(output)
         heads.append([_block(path, f"{number}.{place}", block, spec) for place, block in enumerate(blocks)])
     if outputs and len(outputs) != len(heads):
@@ -103,29 +94,13 @@ def _block(path: Path, name: str, block: dict[str, Tensor], spec: ModelSpec) -> 
     if set(block) != {"weight", "bias"}:
         raise ValueError(f"{path}: block {name} needs linear.weight and linear.bias; it has {', '.join(sorted(block))}")
     hidden = spec.hidden_size
-    _check(path, f"{name}.linear.weight", block["weight"], (hidden, hidden))
-    _check(path, f"{name}.linear.bias", block["bias"], (hidden,))
+    check_shape(path, f"{name}.linear.weight", block["weight"], (hidden, hidden))
+    check_shape(path, f"{name}.linear.bias", block["bias"], (hidden,))
     return Block(block["weight"], block["bias"])
-
-
-def _check(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape:
-        raise ValueError(
-            f"{path}: {name} is {list(tensor.shape)}, this model needs {list(shape)}: made for another model?"
-        )
 
 
 def _read(path: Path) -> dict[str, Tensor]:
     at = next((path / name for name in FILES if (path / name).is_file()), None)
     if at is None:
         raise ValueError(f"{path}: holds none of {', '.join(FILES)}")
-    if at.suffix == ".safetensors":
-        with safe_open(at, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    try:
-        tensors = torch.load(at, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"{at} holds more than tensors: {error}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise ValueError(f"{at} is no dictionary of tensors")
-    return tensors
+    return read_tensors(at)

@@ -12,20 +12,19 @@ its number in that vocabulary a token's id is.
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from slipring.kernels.rope import build_cos_sin, inverse_frequencies
 from slipring.shm.spec import ModelSpec
 from slipring.workers.speculation.eagle_head import EagleHead
+from slipring.workers.speculation.tensor_files import CONFIG, WEIGHTS, check_shape, read_tensors
 
-SAFETENSORS, PICKLED = "model.safetensors", "pytorch_model.bin"
+PICKLED = "pytorch_model.bin"
 _THETA, _EPS = 10_000.0, 1e-6
 """What Hugging Face's LlamaConfig says when a config does not."""
 _NOT_READ = ("embed_tokens.weight", "t2d")
@@ -49,7 +48,7 @@ class PublishedConfig(msgspec.Struct, frozen=True):
 
 def load_published(path: Path, spec: ModelSpec, max_model_len: int) -> EagleHead:
     """In float32. EAGLE's comes without `output`. Raises OSError, or ValueError that says what does not fit."""
-    config = msgspec.json.decode((path / "config.json").read_bytes(), type=PublishedConfig)
+    config = msgspec.json.decode((path / CONFIG).read_bytes(), type=PublishedConfig)
     if config.hidden_act != "silu":
         raise ValueError(f"{path}: hidden_act {config.hidden_act!r} is not supported (silu is)")
     tensors = _Tensors(path, _read(path))
@@ -69,15 +68,7 @@ def load_published(path: Path, spec: ModelSpec, max_model_len: int) -> EagleHead
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    if (path / SAFETENSORS).is_file():
-        with safe_open(path / SAFETENSORS, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys() if name not in _NOT_READ}  # noqa: SIM118
-    try:
-        tensors = torch.load(path / PICKLED, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(f"{path / PICKLED} holds more than tensors: {error}") from error
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise ValueError(f"{path / PICKLED} is no dictionary of tensors")
+    tensors = read_tensors(path / (WEIGHTS if (path / WEIGHTS).is_file() else PICKLED))
     return {name: tensor for name, tensor in tensors.items() if name not in _NOT_READ}
 
 
@@ -100,9 +91,7 @@ class _Tensors:
         if name not in self._tensors:
             raise ValueError(f"{self._path}: {name} is missing: is this an EAGLE head?")
         tensor = self._tensors.pop(name)
-        if tensor.shape != shape:
-            found, needed = list(tensor.shape), list(shape)
-            raise ValueError(f"{self._path}: {name} is {found}, this model needs {needed}: made for another model?")
+        check_shape(self._path, name, tensor, shape)
         return tensor if tensor.dtype == torch.int64 else tensor.float()
 
     def maybe(self, name: str, *shape: int) -> Tensor | None:

@@ -1,0 +1,49 @@
+"""Files of draft heads: tensors by name, in safetensors or as a pickle of nothing else; matrices as int8 codes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Raises OSError or SafetensorError, or ValueError when a pickle holds anything but named tensors."""
+    if file.suffix == ".safetensors":
+        with safe_open(file, "pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    try:
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{file} holds more than tensors: {error}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise ValueError(f"{file} is no dictionary of tensors")
+    return tensors
+
+
+def write_head(path: Path, tensors: dict[str, Tensor], config: dict[str, object]) -> None:
+    """Write the directory `path`."""
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path / WEIGHTS)
+    (path / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+
+
+def int8_codes(name: str, matrix: Tensor) -> dict[str, Tensor]:
+    """matrix (out, in) as codes and a scale for each row: matrix = codes * scale, nearly."""
+    wide = matrix.detach().float()
+    scale = wide.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+    return {f"{name}.codes": (wide / scale).round().to(torch.int8), f"{name}.scale": scale}
+
+
+def check_shape(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raises ValueError."""
+    if tensor.shape != shape:
+        found, needed = list(tensor.shape), list(shape)
+        raise ValueError(f"{path}: {name} is {found}, this model needs {needed}: made for another model?")
