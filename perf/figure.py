@@ -25,7 +25,7 @@ RESULTS = ROOT / "perf" / "results"
 _SIMD = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "sve")
 """What makes the same number of cores a different machine."""
 
-# id -> module. The order is that of `python -m perf list` and of the README's tables.
+# id -> module. The order is that of `python -m perf list`.
 FIGURES = {
     "schedule": "perf.schedule",
     "update": "perf.update",
@@ -60,7 +60,7 @@ class Measurement:
     summary: dict[str, float | int]
     """The keys that the figure promises."""
     table: list[dict[str, Any]]
-    """Rows for people; the README shows these."""
+    """Rows for people; docs/figures.md shows these."""
     samples: dict[str, list[float]] = field(default_factory=dict)
     notes: str = ""
 

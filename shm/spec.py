@@ -96,7 +96,7 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
     method: str
     """One of `runtime.speculation.METHODS`."""
     model: str | None = None
-    """eagle: the head's directory."""
+    """eagle, medusa: the head's directory."""
     tree_depth: int | None = None
     """Most drafts of a row that follow each other, where they branch; None: chains."""
     token_tree: tuple[tuple[int, ...], ...] = ()

@@ -45,6 +45,12 @@ class Entries:
         return self.start + self.num_tokens
 
 
+def tokens_of(counts: IntArray) -> tuple[IntArray, IntArray]:
+    """Of each token, entry by entry: (its entry, its place among the entry's counts[entry] [E])."""
+    entry = np.repeat(np.arange(len(counts)), counts)
+    return entry, np.arange(len(entry)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 def known_start(step: StepInputView, rows: Rows) -> IntArray:
     """[E]: where each entry begins."""
     num_rows = int(step.header[step.NUM_ROWS])

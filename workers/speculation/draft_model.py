@@ -19,7 +19,7 @@ from torch import Tensor
 from slipring.shm.table import BatchTable
 from slipring.workers.batch import Batch
 from slipring.workers.batch_builder import BatchBuilder
-from slipring.workers.entries import Entries
+from slipring.workers.entries import Entries, tokens_of
 from slipring.workers.kv_cache import KvCache
 from slipring.workers.models.llama import Llama
 from slipring.workers.rows import Rows
@@ -128,8 +128,7 @@ class DraftModelProposer(NullProposer):
             self._kv.clear(entered)
         batch = self._builder.build(entries)
         assert batch.entry_at is not None
-        entry = np.repeat(np.arange(count), num)
-        place = np.arange(len(entry)) - np.repeat(np.cumsum(num) - num, num)
+        entry, place = tokens_of(num)
         ids = np.empty(len(entry), np.int64)
         ids[batch.entry_at[entry] + place] = self._tokens[rows[entry], start[entry] + place]
         batch = replace(batch, input_ids=torch.from_numpy(np.minimum(ids, len(self._ids) - 1)))

@@ -25,7 +25,7 @@ from slipring.shm.spec import ModelSpec
 from slipring.shm.table import BatchTable
 from slipring.workers.batch import Batch
 from slipring.workers.batch_builder import BatchBuilder
-from slipring.workers.entries import Entries
+from slipring.workers.entries import Entries, tokens_of
 from slipring.workers.kv_cache import KvCache
 from slipring.workers.models.llama import Llama
 from slipring.workers.rows import Rows
@@ -90,8 +90,7 @@ class EagleProposer(NullProposer):
         self._find_holes(known)
         mine = target.builder.build(known)
         assert batch.entry_at is not None and mine.entry_at is not None
-        entry = np.repeat(np.arange(len(count)), count)
-        place = np.arange(len(entry)) - np.repeat(np.cumsum(count) - count, count)
+        entry, place = tokens_of(count)
         at = np.empty(len(entry), np.int64)
         token = place.copy()
         if runs is not None:

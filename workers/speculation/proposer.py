@@ -75,7 +75,7 @@ class Drafts:
         tokens[at], num[at] = self.tokens, self.num
         parents = worth = None
         if self.parents is not None:
-            parents = np.broadcast_to(np.arange(-1, width - 1), tokens.shape).copy()
+            parents = Drafts(tokens, num).follows.copy()
             parents[at] = self.parents
         if self.worth is not None:
             worth = np.zeros(tokens.shape)
