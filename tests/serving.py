@@ -55,7 +55,7 @@ class Server:
 
     def __enter__(self) -> Server:
         self.launch()
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while self.health() != 200:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.process.kill()

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from slipring.runtime.config import EngineConfig
@@ -25,6 +23,7 @@ from slipring.runtime.metrics import Stats
 from slipring.runtime.request import Delta, GenerationRequest
 from slipring.scheduler.offload.offload import Offload
 from slipring.shm.params import SamplingParams
+from tests.small_model import save_random
 
 BLOCK = 4
 BLOCK_BYTES = 737_280 // 4
@@ -179,49 +178,12 @@ def num_promoted(stats: Sequence[Stats]) -> int:
 
 # --- a tiny model -------------------------------------------------------------------------------------------------
 
-TINY: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 260,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 TINY_TOKENS = range(4, 260)
 
 
 def save_tiny_model(path: Path) -> str:
     """A Llama of random weights, with a tokenizer whose tokens are bytes. Returns its path."""
-    chance = np.random.default_rng(1)
-    hidden, inner, kv, vocab = 64, 96, 2 * 16, 260
-
-    def normal(*shape: int) -> np.ndarray:
-        return (chance.standard_normal(shape) * 0.3).astype(np.float32)
-
-    weights = {"model.embed_tokens.weight": normal(vocab, hidden), "lm_head.weight": normal(vocab, hidden)}
-    weights["model.norm.weight"] = np.ones(hidden, np.float32)
-    for layer in range(2):
-        shapes = {"self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden)}
-        shapes |= {"self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, hidden)}
-        shapes |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
-        for name, shape in shapes.items():
-            weights[f"model.layers.{layer}.{name}.weight"] = normal(*shape)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"model.layers.{layer}.{name}.weight"] = np.ones(hidden, np.float32)
-    path.mkdir(parents=True, exist_ok=True)
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
-    (path / "config.json").write_text(json.dumps(TINY))
+    save_random(path, 260, 512)
     names = ["<unk>", "<s>", "</s>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

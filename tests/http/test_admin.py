@@ -17,7 +17,7 @@ import requests
 from tests.http.calls import CHAT, events
 from tests.serving import alive, server_at
 
-LONG = {"prompt": "Once upon a time", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+LONG = {"prompt": "Once upon a time", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
 
 class Stream:
@@ -27,7 +27,7 @@ class Stream:
         self.text = ""
         self.finish_reason: str | None = None
         self.done = threading.Event()
-        body = {**LONG, "max_tokens": 300, **fields, "stream": True}
+        body = {**LONG, "max_tokens": 6000, **fields, "stream": True}
         headers = {"x-request-id": request_id} if request_id else {}
         self._response = requests.post(f"{url}/v1/completions", json=body, headers=headers, stream=True, timeout=120)
         assert self._response.status_code == 200
@@ -84,8 +84,11 @@ def test_frozen_streams_go_on_where_they_were(server: str, admin: Callable[..., 
     until(lambda: stream.text)
     assert admin("/pause?mode=keep&clear_cache=false") == {"status": "paused"}
     assert is_paused(server)
-    time.sleep(0.3)  # what was in flight has come back
-    seen, waiting = stream.text, later(server)
+    seen = ""
+    while stream.text != seen:  # what was in flight comes back
+        seen = stream.text
+        time.sleep(0.3)
+    waiting = later(server)
     time.sleep(0.3)
     assert stream.text == seen and not stream.done.is_set() and not waiting.done()
     assert admin("/resume") == {"status": "resumed"}
@@ -95,7 +98,7 @@ def test_frozen_streams_go_on_where_they_were(server: str, admin: Callable[..., 
 
 
 def test_pausing_may_wait_for_what_runs(server: str, admin: Callable[..., Any]) -> None:
-    stream = Stream(server, max_tokens=40)
+    stream = Stream(server, max_tokens=200)
     admin("/pause?mode=wait")
     assert stream.done.wait(5) and stream.finish_reason == "length"
     waiting = later(server)
@@ -155,15 +158,15 @@ def test_a_web_page_cannot_pause(server: str) -> None:
 
 def test_one_address_for_chat_and_completion(server: str) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "temperature": 0}
-    at = server_at(server)
+    text, at = {**LONG, "max_tokens": 6}, server_at(server)
     assert at.post("/invocations", chat)["choices"] == at.post(CHAT, chat)["choices"]
-    assert at.post("/invocations", LONG)["choices"][0]["text"] == at.post("/v1/completions", LONG)["choices"][0]["text"]
+    assert at.post("/invocations", text)["choices"][0]["text"] == at.post("/v1/completions", text)["choices"][0]["text"]
     with pytest.raises(urllib.error.HTTPError, match="400"):
         at.post("/invocations", {})
 
 
 def test_events_of_an_ended_stream_are_whole(server: str, admin: Callable[..., Any]) -> None:
-    body = {**LONG, "max_tokens": 300, "stream": True}
+    body = {**LONG, "max_tokens": 6000, "stream": True}
     response = requests.post(f"{server}/v1/completions", json=body, stream=True, timeout=60)
     admin("/abort_requests")
     found = events(response.content)

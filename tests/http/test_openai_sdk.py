@@ -1,4 +1,4 @@
-"""The official OpenAI client against a real server with a real model."""
+"""The official OpenAI client against a real server."""
 
 from __future__ import annotations
 
@@ -16,17 +16,8 @@ OCEAN: Any = [{"role": "user", "content": "Write one sentence about the ocean."}
 
 
 @pytest.fixture(scope="module")
-def root(request: pytest.FixtureRequest) -> str:
-    try:
-        url: str = request.getfixturevalue("server")
-    except pytest.FixtureLookupError:
-        pytest.skip("no `server` fixture")
-    return url.rstrip("/").removesuffix("/v1")
-
-
-@pytest.fixture(scope="module")
-def client(root: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{root}/v1", api_key="DUMMY_KEY", max_retries=0, timeout=120) as made:
+def client(server: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server}/v1", api_key="DUMMY_KEY", max_retries=0, timeout=120) as made:
         yield made
 
 
@@ -59,8 +50,8 @@ def streamed(client: openai.OpenAI, model: str, **more: Any) -> tuple[dict[int, 
     return texts, ends, usage
 
 
-def gauge(root: str, name: str) -> float:
-    text = urllib.request.urlopen(f"{root}/metrics").read().decode()
+def gauge(server: str, name: str) -> float:
+    text = urllib.request.urlopen(f"{server}/metrics").read().decode()
     return next(f for f in text_string_to_metric_families(text) if f.name == name).samples[0].value
 
 
@@ -71,12 +62,11 @@ def test_models(client: openai.OpenAI, model: str) -> None:
         client.models.retrieve("org/none")
 
 
-def test_a_greedy_answer_is_about_the_ocean_and_streams_the_same(client: openai.OpenAI, model: str) -> None:
-    answer = ask(client, model)
-    text = answer.choices[0].message.content
-    assert "ocean" in text.lower() and text.endswith(".") and answer.choices[0].finish_reason == "stop"
-    texts, ends, usage = streamed(client, model)
-    assert texts == {0: text} and ends == {0: "stop"}
+def test_a_greedy_answer_streams_the_same(client: openai.OpenAI, model: str) -> None:
+    answer = ask(client, model, max_tokens=24)
+    assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 24
+    texts, ends, usage = streamed(client, model, max_tokens=24)
+    assert texts == {0: answer.choices[0].message.content} and ends == {0: "length"}
     assert (usage.prompt_tokens, usage.completion_tokens) == (
         answer.usage.prompt_tokens,
         answer.usage.completion_tokens,
@@ -199,18 +189,18 @@ def test_a_banned_token_is_not_drawn(client: openai.OpenAI, model: str) -> None:
     assert ask(client, model, max_tokens=1, logit_bias={str(token): -100}).choices[0].message.content != text
 
 
-def test_closing_a_stream_frees_the_engine(client: openai.OpenAI, model: str, root: str) -> None:
+def test_closing_a_stream_frees_the_engine(client: openai.OpenAI, model: str, server: str) -> None:
     stream = ask(client, model, stream=True, max_tokens=4000, extra_body={"ignore_eos": True})
     next(iter(stream))
     stream.close()
     until = time.monotonic() + 5
-    while gauge(root, "vllm:num_requests_running") and time.monotonic() < until:
+    while gauge(server, "vllm:num_requests_running") and time.monotonic() < until:
         time.sleep(0.02)
-    assert gauge(root, "vllm:num_requests_running") == 0
-    assert gauge(root, "slipring:num_free_blocks") == gauge(root, "slipring:num_blocks")
+    assert gauge(server, "vllm:num_requests_running") == 0
+    assert gauge(server, "slipring:num_free_blocks") == gauge(server, "slipring:num_blocks")
 
 
-def test_many_async_streams_equal_the_lone_ones(client: openai.OpenAI, model: str, root: str) -> None:
+def test_many_async_streams_equal_the_lone_ones(client: openai.OpenAI, model: str, server: str) -> None:
     questions = [f"Name {n} things that float." for n in range(2, 10)]
     alone = [
         ask(client, model, messages=[{"role": "user", "content": q}], max_tokens=16).choices[0].message.content
@@ -218,7 +208,7 @@ def test_many_async_streams_equal_the_lone_ones(client: openai.OpenAI, model: st
     ]
 
     async def main() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{root}/v1", api_key="x", max_retries=0) as many:
+        async with openai.AsyncOpenAI(base_url=f"{server}/v1", api_key="x", max_retries=0) as many:
 
             async def one(question: str) -> str:
                 text = ""

@@ -177,18 +177,19 @@ def collector() -> Iterator[Collector]:
     found.server_close()
 
 
-def test_a_span_for_each_request(collector: Collector) -> None:
-    """Through a real server and model: what the span says is what the answer said."""
+def test_a_span_for_each_request(collector: Collector, small_model: str) -> None:
+    """Through a real server: what the span says is what the answer said."""
     body = {"prompt": "Say something:", "max_tokens": 4, "temperature": 0.5, "seed": 3, "stop": ["zzz"], "n": 2}
     named = {"OTEL_SERVICE_NAME": "here"}
-    with Server("--otlp-traces-endpoint", collector.url, "--dtype", "float32", environment=named) as server:
+    flags = ("--otlp-traces-endpoint", collector.url, "--served-model-name", "m", "--cpu-threads", "1")
+    with Server(*flags, model=small_model, environment=named) as server:
         answer = server.post("/v1/completions", body)
         server.get("/v1/models")
         server.get("/health")
         _until(lambda: collector.spans)
     (span,) = collector.spans
     found = _values(span.attributes)
-    assert span.name == "text_completion smollm2" and span.kind == 2
+    assert span.name == "text_completion m" and span.kind == 2
     assert found["gen_ai.operation.name"] == "text_completion" and found["gen_ai.response.id"] == answer["id"]
     assert found["gen_ai.usage.input_tokens"] == answer["usage"]["prompt_tokens"]
     assert found["gen_ai.usage.output_tokens"] == answer["usage"]["completion_tokens"]

@@ -1,4 +1,4 @@
-"""What is drawn and what is told of it, by the real model over HTTP: temperatures, seeds, ends, log-probabilities,
+"""What is drawn and what is told of it, by a real server over HTTP: temperatures, seeds, ends, log-probabilities,
 salts, and text whose characters lie across tokens."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def forced(schema: Any) -> dict[str, Any]:
 def test_tiny_temperatures_are_greedy(server: str, temperature: float) -> None:
     body = {"prompt": "1, 2, 3, 4, 5, 6,", "max_tokens": 8, "seed": 1}
     drawn, greedy = (post(server, COMPLETIONS, {**body, "temperature": t})["choices"] for t in (temperature, 0))
-    assert drawn == greedy and " 7, 8" in greedy[0]["text"]
+    assert drawn == greedy
 
 
 def test_a_seed_draws_the_same_in_any_company(server: str) -> None:

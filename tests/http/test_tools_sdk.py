@@ -1,4 +1,4 @@
-"""Tools through the official client: over a double that says what a model would, and forced on the real model."""
+"""Tools through the official client, over a double that says what a model would; and read by a real server."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_parse_gives_the_arguments_as_objects() -> None:
     on_uvloop(test)
 
 
-def test_the_real_model_reads_a_history_with_tools(server: str) -> None:
+def test_a_history_with_tools_is_read(server: str) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": json.dumps({"city": "Paris"})}}
     history: Any = [
         *ASKED,
