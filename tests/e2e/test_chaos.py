@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from slipring.runtime.model import open_model
+from tests import dev_shm
 from tests.serving import Server
 from tests.simulated_device import expected_tokens
 
@@ -113,7 +114,7 @@ async def chaos(server: Server, seconds: float, every_s: tuple[float, float]) ->
 
 
 def check(seconds: float, every_s: tuple[float, float]) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = dev_shm.names()
     with Server(*FLAGS, environment={"SCRIPT": '{"step_s": 0.004}'}) as server:
         engine = psutil.Process(server.process.pid)
         seen = asyncio.run(chaos(server, seconds, every_s))
@@ -128,7 +129,7 @@ def check(seconds: float, every_s: tuple[float, float]) -> None:
         assert server.health() == 200
     print(dict(seen))
     assert seen["answered"] > seconds and seen["SIGKILL"] and seen["SIGSTOP"]
-    assert set(os.listdir("/dev/shm")) == before
+    dev_shm.assert_nothing_new(before)
 
 
 def test_a_minute_of_chaos() -> None:

@@ -19,6 +19,7 @@ from http.client import HTTPException
 import psutil
 import pytest
 
+from tests import dev_shm
 from tests.serving import Server
 
 BODY = {"prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True, "stream": True, "temperature": 1}
@@ -62,7 +63,7 @@ def gone_within(seconds: float, pids: list[int]) -> bool:
 
 @pytest.mark.parametrize("victims", ["engine", "both"])
 def test_kill_nine_leaves_nothing(victims: str) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = dev_shm.names()
     with Server() as server:
         sixteen_streams(server)
         engine, workers = server.process.pid, server.worker_pids
@@ -74,7 +75,7 @@ def test_kill_nine_leaves_nothing(victims: str) -> None:
         status = server.process.wait(2 - (time.monotonic() - killed))
         assert status == -signal.SIGKILL
         assert gone_within(2 - (time.monotonic() - killed), workers)
-        assert set(os.listdir("/dev/shm")) == before
+        dev_shm.assert_nothing_new(before)
 
 
 def test_a_client_that_goes_away_frees_its_row_within_two_steps(server: str) -> None:
@@ -84,7 +85,7 @@ def test_a_client_that_goes_away_frees_its_row_within_two_steps(server: str) -> 
         free = watch("slipring:num_free_blocks")
         leave(server, watch)
         steps = watch("slipring:steps_total")
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while watch("slipring:num_free_blocks") != free or watch("vllm:num_requests_running") != 0:
             assert time.monotonic() < deadline, "row or blocks are still held"
         assert watch("slipring:steps_total") <= steps + 2

@@ -76,7 +76,7 @@ async def strike(engine: Engine, blow: signal.Signals) -> None:
 
 
 async def all_given_back(engine: Engine) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while (stats := engine.stats()).num_free_blocks != stats.num_blocks or stats.num_running or stats.num_waiting:
         assert time.monotonic() < deadline, stats
         await asyncio.sleep(0.01)

@@ -68,7 +68,7 @@ class Collector:
         return "".join(delta.text for delta in self.deltas if delta.index == index)
 
     async def wait(self) -> Collector:
-        await asyncio.wait_for(self.done.wait(), 20)
+        await asyncio.wait_for(self.done.wait(), 60)
         return self
 
 
@@ -95,7 +95,7 @@ def run(coroutine) -> None:
 
 async def settled(engine: Engine) -> None:
     """Two steps later nothing may be held."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         stats = engine.stats()
         if stats.num_running == stats.num_waiting == 0 and stats.num_free_blocks == stats.num_blocks:
@@ -105,7 +105,7 @@ async def settled(engine: Engine) -> None:
 
 
 async def healthy(engine: Engine) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while engine.health().state is not HealthState.HEALTHY:
         assert time.monotonic() < deadline, engine.health()
         await asyncio.sleep(0.005)

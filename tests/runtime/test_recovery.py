@@ -24,7 +24,7 @@ from tests.simulated_device import expected_tokens
 
 async def given(streams: list[Collector], count: int) -> None:
     """Until every stream has had so many pieces."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while any(len(stream.deltas) < count for stream in streams):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.001)
@@ -176,7 +176,7 @@ def test_a_warm_spare_takes_over_and_is_replaced() -> None:
 
 
 async def spare_of(engine: Engine) -> int:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (spare := engine.replicas[0]._spare) is None or spare.epoch.ready is None:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.002)
@@ -270,7 +270,7 @@ def test_a_recovery_timeout_that_came_to_nothing_is_set_again() -> None:
         async with running({"exit_at_restart": 3}, **settings) as engine:
             replica = engine.replicas[0]
             os.kill(replica.worker_pid, signal.SIGKILL)
-            await asyncio.wait_for(replica.settled([State.UNHEALTHY]), 10)
+            await asyncio.wait_for(replica.settled([State.UNHEALTHY]), 60)
             assert replica.command(Event.DRAIN) is None
             await asyncio.sleep(0.5)
             assert replica.state is State.DRAINED and replica.command(Event.RETRY) is None
@@ -300,7 +300,7 @@ def test_a_drained_replica_leaves_no_slot_pinned(move_s: float) -> None:
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.01)
             assert replica.command(Event.RETRY) is None
-            await asyncio.wait_for(replica.settled([State.HEALTHY]), 20)
+            await asyncio.wait_for(replica.settled([State.HEALTHY]), 60)
             await submit(engine, ask([5], 4, data_parallel_rank=0)).wait()
 
     run(scenario())
@@ -314,7 +314,7 @@ def test_a_first_step_is_measured_by_the_warm_up(warm_up_s: float, tmp_path: Pat
         script = {"step_s": 0.6 if warm_up_s else 3.0, "warm_up_s": warm_up_s}
         async with running(script, hang_limit_s=0.3, flight_recorder_dir=str(tmp_path)) as engine:
             stream = submit(engine, ask([1, 2], 3))
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while stream.deltas == [] and not any(tmp_path.iterdir()):
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.01)

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from slipring.shm.segment import Segment
+from tests import dev_shm
 
 SMALL_SHM = """
 import logging, os, subprocess, sys
@@ -25,9 +26,9 @@ print("fd", os.readlink(f"/proc/self/fd/{large.fd}"))
 
 
 def test_nothing_stays_in_dev_shm() -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = dev_shm.names()
     segment = Segment.create("test", 1 << 20)
-    assert set(os.listdir("/dev/shm")) == before
+    dev_shm.assert_nothing_new(before)
     assert os.fstat(segment.fd).st_size == 1 << 20
     assert os.fstat(segment.fd).st_blocks * 512 >= 1 << 20, "allocated, not sparse"
     assert os.fstat(segment.fd).st_mode & 0o777 == 0o600

@@ -179,7 +179,7 @@ def test_control_messages_are_answered_without_a_step(spec: ModelSpec, engine: E
     engine.control.send(LoadTokenizer(byte_tokenizer().to_str().encode()))
     engine.control.send(BuildGrammar(5, json_grammar({"type": "integer"})))
     engine.control.send(BuildGrammar(6, Grammar("no grammar at all", "lark")))
-    answers, deadline = [], time.monotonic() + 20
+    answers, deadline = [], time.monotonic() + 60
     while len(answers) < 2 and time.monotonic() < deadline:
         answers += engine.control.receive()
         time.sleep(0.005)
