@@ -59,7 +59,7 @@ def test_without_stops_the_pieces_are_the_full_decode(ids: list[int], skip: bool
     assert full == tokenizer._rust.decode([i for i in ids if i < 49152], skip_special_tokens=skip)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(data=st.data(), ids=ids_strategy, skip=st.booleans(), include=st.booleans())
 def test_cut_at_the_stop_that_is_completed_first(
     data: st.DataObject, ids: list[int], skip: bool, include: bool
@@ -83,7 +83,7 @@ def test_cut_at_the_stop_that_is_completed_first(
     assert "".join(run(shuffled, ids)) == expected
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     text=st.text("ab", max_size=60),
     stop=st.lists(st.text("abc", min_size=1, max_size=9), min_size=1, max_size=20).map(tuple),
