@@ -11,10 +11,12 @@ from tests.serving import Server
 
 # As the supervisor sets it for workers: OpenMP threads that spin at barriers take ten times as long on shared cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+if "PYTEST_XDIST_WORKER" in os.environ:  # the other processes have the other cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[str]:
     """Base URL of a server with the real model in float32. For clients that leave it as they found it."""
-    with Server("--dtype", "float32") as running:
+    with Server("--dtype", "float32", "--cpu-threads", "1") as running:
         yield running.url

@@ -1,4 +1,4 @@
-"""Runs every kernel under Triton's interpreter (`triton_suite/`) in a process of its own."""
+"""Runs every kernel under Triton's interpreter (`triton_suite/`), in processes of its own."""
 
 from __future__ import annotations
 
@@ -12,19 +12,15 @@ import pytest
 
 SUITE = Path(__file__).parent / "triton_suite"
 ROOT = SUITE.parent.parent.parent
+FILES = sorted(SUITE.glob("test_*.py"))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_kernels_under_the_interpreter() -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("half", [0, 1])
+def test_kernels_under_the_interpreter(half: int) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=10"]
     environment = dict(os.environ, TRITON_INTERPRET="1")
-    files = sorted(map(str, SUITE.glob("test_*.py")))
-    # The interpreter is one thread's work: two halves, side by side.
-    halves = [
-        subprocess.Popen(
-            command + half, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for half in (files[::2], files[1::2])
-    ]
-    outputs = [half.communicate()[0] for half in halves]
-    assert [half.returncode for half in halves] == [0, 0], "\n".join(outputs)
+    files = map(str, FILES[half::2])
+    done = subprocess.run([*command, *files], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
