@@ -1,10 +1,11 @@
-"""rmsnorm, silu_mul, rope, linear and store_kv against plain double-precision formulas, at irregular shapes."""
+"""The kernels of a layer, one by one, against plain double-precision formulas, at irregular shapes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from slipring.kernels.int8_linear import int8_linear, int8_linear_ref, pack_int8
 from slipring.kernels.linear import linear, pack_weight
 from slipring.kernels.rmsnorm import rmsnorm
 from slipring.kernels.rope import build_cos_sin, inverse_frequencies, rope
@@ -66,6 +67,22 @@ def test_linear(shape: tuple[int, int, int], dtype: torch.dtype, extras: bool) -
         expected = expected + bias.double() + residual.double()
     assert_close(linear(x, pack_weight(weight), bias, residual), expected)
     assert kept is None or torch.equal(residual, kept)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64, 96), (3, 72, 33), (8, 576, 64), (9, 576, 64)])
+def test_int8_linear(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    num_tokens, in_features, out_features = shape
+    x = normal(num_tokens, in_features, dtype=dtype)
+    weight = normal(out_features, in_features, dtype=dtype) / in_features**0.5
+    packed = pack_int8(weight)
+    y, exact = int8_linear(x, packed), x.double() @ weight.double().T
+    assert y.dtype == dtype
+    if num_tokens > 8:
+        assert_close(y, exact)
+        return
+    assert (y.double() - int8_linear_ref(x, packed).double()).abs().max() <= 2**-6
+    assert (y.double() - exact).abs().max() <= 0.04, "codes and bfloat16 round"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipring.kernels.linear import linear, pack_weight
+from slipring.kernels.int8_linear import int8_linear, pack_int8
 from slipring.shm.spec import ModelSpec
 from slipring.shm.table import BatchTable
 from slipring.workers.batch import Batch
@@ -60,8 +60,9 @@ class EagleProposer(NullProposer):
         weights = {"output": model.output_rows(head.token_ids)} | head.weights
         cast = {name: weight.to(dtype) for name, weight in weights.items()}
         self._cos_sin = model.cos_sin if head.cos_sin is None else head.cos_sin.to(dtype)
-        packed = {name: pack_weight(cast[name]) for name in MATRICES if name in cast}
-        self._head = replace(head, weights=cast | packed, multiply=linear)
+        packed = {name: pack_int8(cast[name]) for name in MATRICES if name in cast}
+        wide = {name: weight.wide for name, weight in packed.items()}
+        self._head = replace(head, weights=cast | wide, multiply=lambda x, name: int8_linear(x, packed[name]))
         model.taps = head.taps
         keys, values = target.kv.pools[0]
         self._pools = torch.zeros(keys.shape, dtype=dtype), torch.zeros(values.shape, dtype=dtype)

@@ -40,14 +40,14 @@ from slipring.shm.spec import ModelSpec
 
 Attend = Callable[[Tensor, Tensor], Tensor]
 """(heads of q and k [T, H + KVH, D], not turned yet, v [T, KVH, D]) -> [T, H * D]"""
-Multiply = Callable[[Tensor, Tensor], Tensor]
-"""(x [T, in], weight) -> [T, out]"""
+Multiply = Callable[[Tensor, str], Tensor]
+"""(x [T, in], a matrix's name) -> [T, out]"""
 MATRICES = ("fuse", "qkv", "out", "gate_up", "down", "output", "join")
 
 
 @dataclass(frozen=True, slots=True)
 class EagleHead:
-    """The head's computation, over weights that `multiply` takes."""
+    """The head's computation."""
 
     spec: ModelSpec
     """The target's, but for the head's `rms_norm_eps`."""
@@ -57,7 +57,8 @@ class EagleHead:
     """[n] int64"""
     taps: tuple[int, ...] = ()
     """The residual stream behind so many layers each; none: an EAGLE head."""
-    multiply: Multiply = F.linear
+    multiply: Multiply | None = None
+    """Products with the matrices, where they are kept in another form than in `weights`."""
     cos_sin: Tensor | None = None
     """[max_model_len, 2, head_dim]: the head's own rotation; None: the target's."""
 
@@ -72,31 +73,34 @@ class EagleHead:
 
     def forward(self, embedded: Tensor, feature: Tensor, attend: Attend) -> Tensor:
         """embedded, feature [T, hidden] -> guessed features [T, hidden]."""
-        weights, multiply = self.weights, self.multiply
+        weights, multiply = self.weights, self._multiply
         if self.taps:
             normed = self._norm(embedded, weights["embedding_norm"]), self._norm(feature, weights["input_norm"])
             read = torch.cat(normed, 1)
-            x = multiply(read, weights["join"]) if "join" in weights else feature
+            x = multiply(read, "join") if "join" in weights else feature
         else:
             x = self._fuse(torch.cat((embedded, feature), 1))
             read = self._norm(x, weights.get("input_norm"))
-        heads = multiply(read, weights["qkv"])
+        heads = multiply(read, "qkv")
         if (bias := weights.get("qkv_bias")) is not None:
             heads = heads + bias
         heads = heads.view(len(x), -1, self.spec.head_dim)
         turning, value = heads[:, : -self.spec.num_kv_heads], heads[:, -self.spec.num_kv_heads :]
-        x = x + multiply(attend(turning, value), weights["out"])
-        gate, up = multiply(self._norm(x, weights["mlp_norm"]), weights["gate_up"]).chunk(2, 1)
-        x = x + multiply(F.silu(gate) * up, weights["down"])
+        x = x + multiply(attend(turning, value), "out")
+        gate, up = multiply(self._norm(x, weights["mlp_norm"]), "gate_up").chunk(2, 1)
+        x = x + multiply(F.silu(gate) * up, "down")
         return x if self.taps else self._norm(x, weights.get("norm"))
 
     def scores(self, feature: Tensor) -> Tensor:
         """[T, hidden] -> [T, n], by the head's vocabulary."""
         normed = self._norm(feature, self.weights["norm"]) if self.taps else feature
-        return self.multiply(normed, self.weights["output"])
+        return self._multiply(normed, "output")
+
+    def _multiply(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.weights[name]) if self.multiply is None else self.multiply(x, name)
 
     def _fuse(self, x: Tensor) -> Tensor:
-        fused = self.multiply(x, self.weights["fuse"])
+        fused = self._multiply(x, "fuse")
         bias = self.weights.get("fuse_bias")
         return fused if bias is None else fused + bias
 

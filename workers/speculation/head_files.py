@@ -17,7 +17,7 @@ from torch import Tensor
 from slipring.shm.spec import ModelSpec
 from slipring.workers.speculation.eagle_head import EagleHead
 from slipring.workers.speculation.published_heads import load_published
-from slipring.workers.speculation.tensor_files import CONFIG, WEIGHTS, check_shape, int8_codes, write_head
+from slipring.workers.speculation.tensor_files import CONFIG, WEIGHTS, check_shape, int8_tensors, write_head
 
 
 class HeadConfig(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ def save_head(path: Path, head: EagleHead, about: dict[str, object]) -> None:
     stored = {"token_ids": head.token_ids.to(torch.int32)}
     for name in shapes(head.spec, head.taps):
         weight = head.weights[name]
-        stored |= int8_codes(name, weight) if is_matrix(name) else {name: weight.detach().half()}
+        stored |= int8_tensors(name, weight) if is_matrix(name) else {name: weight.detach().half()}
     write_head(path, stored, {"method": "eagle", "taps": head.taps, **about})
 
 

@@ -12,6 +12,7 @@ without the first part of the name. Ours hold int8 blocks, and use the target's 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipring.shm.spec import ModelSpec
-from slipring.workers.speculation.eagle_head import Multiply
-from slipring.workers.speculation.tensor_files import WEIGHTS, check_shape, int8_codes, read_tensors, write_head
+from slipring.workers.speculation.tensor_files import WEIGHTS, check_shape, int8_tensors, read_tensors, write_head
 
 FILES = (WEIGHTS, "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 _NAME = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)(\.linear)?\.(weight|bias|codes|scale)")
@@ -43,7 +43,8 @@ class MedusaHeads:
     """[n, hidden] for each head; empty: the target's rows of `token_ids`."""
     token_ids: Tensor
     """[n] int64: the heads' vocabulary."""
-    multiply: Multiply = F.linear
+    multiply: Callable[[Tensor, Tensor], Tensor] = F.linear
+    """(x [T, in], weight) -> [T, out]"""
 
     def hidden(self, head: int, x: Tensor) -> Tensor:
         """x [T, hidden] -> what the output matrix of a head is multiplied with, [T, hidden]."""
@@ -58,7 +59,7 @@ def save_medusa(path: Path, medusa: MedusaHeads, about: dict[str, object]) -> No
     for number, blocks in enumerate(medusa.heads):
         for place, block in enumerate(blocks):
             name = f"medusa_head.{number}.{place}.linear"
-            stored |= int8_codes(name, block.weight) | {f"{name}.bias": block.bias.detach().half()}
+            stored |= int8_tensors(name, block.weight) | {f"{name}.bias": block.bias.detach().half()}
     write_head(path, stored, {"method": "medusa", **about})
 
 

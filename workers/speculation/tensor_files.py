@@ -11,6 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slipring.kernels.int8_linear import int8_codes
+
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
@@ -35,11 +37,10 @@ def write_head(path: Path, tensors: dict[str, Tensor], config: dict[str, object]
     (path / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
 
 
-def int8_codes(name: str, matrix: Tensor) -> dict[str, Tensor]:
-    """matrix (out, in) as codes and a scale for each row: matrix = codes * scale, nearly."""
-    wide = matrix.detach().float()
-    scale = wide.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
-    return {f"{name}.codes": (wide / scale).round().to(torch.int8), f"{name}.scale": scale}
+def int8_tensors(name: str, matrix: Tensor) -> dict[str, Tensor]:
+    """matrix (out, in) as `int8_codes`."""
+    codes, scale = int8_codes(matrix)
+    return {f"{name}.codes": codes, f"{name}.scale": scale}
 
 
 def check_shape(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

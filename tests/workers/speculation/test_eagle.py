@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipring.kernels import int8_linear
 from slipring.kernels.rope import rope
 from slipring.shm.params import SamplingParams
 from slipring.shm.spec import ModelSpec
@@ -35,6 +36,12 @@ def head(spec: ModelSpec, tmp_path_factory: pytest.TempPathFactory, request: pyt
     weights = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes(spec, taps).items()}
     save_head(path, EagleHead(spec, weights, torch.arange(3, spec.vocab_size - 2), taps), {})
     return path
+
+
+@pytest.fixture(autouse=True)
+def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared here with dense computations is the state, not the rounding of int8."""
+    monkeypatch.setattr(int8_linear, "_FEW_ROWS", 0)
 
 
 DYNAMIC = TreeShape(3, num_children=3)
