@@ -2,14 +2,15 @@
 
 The engine counts in plain integers; only a scrape turns them into Prometheus families, and into text in a thread.
 Each family is known as `slipring:NAME` and, where vLLM has it too, as `vllm:NAME`, so that its dashboards work;
-`--metrics-names` chooses. Label values come from our own tables and settings, never from clients.
+`--metrics-names` chooses. Label values come from our own tables and settings, never from clients. `engine` is a
+replica's rank, as in vLLM; what belongs to no replica (refused requests, replicas by state, tiers) is under engine 0.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -17,18 +18,20 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from slipring.http.exchange import ApiResponse
-from slipring.http.tier_metrics import Reading, tier_counters, tier_gauges
+from slipring.http.tier_metrics import tier_counters, tier_gauges
 from slipring.runtime.metrics import REQUEST_BOUNDS, Histogram
 
 if TYPE_CHECKING:
     from slipring.http.config import ServerConfig
     from slipring.runtime.engine import Engine
-    from slipring.runtime.metrics import Stats
+    from slipring.runtime.stats import ReplicaStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _OWN = "slipring:"
 NAMES = {"slipring": (_OWN,), "vllm": ("vllm:",), "both": (_OWN, "vllm:")}
 """`--metrics-names`, and the prefixes that it stands for. What vLLM has not is ours in any case."""
+Part = Callable[["ReplicaStats"], Any]
+"""Which part of a replica's stats a family's field belongs to."""
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS"})
 
 
@@ -37,7 +40,7 @@ class Family(NamedTuple):
     """After the prefix."""
     text: str
     field: str
-    """Of `Stats`, or of its `requests`."""
+    """Of `ReplicaStats`, or of its `requests` or `faults`."""
     in_vllm: bool = True
 
 
@@ -57,7 +60,6 @@ _COUNTERS = (
     Family("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
     Family("num_preemptions", "Requests preempted because KV blocks ran out.", "num_preemptions"),
     Family("steps", "Steps published to the workers.", "num_steps", False),
-    Family("rejected_requests", "Requests refused because the queue was full.", "num_rejected", False),
 )
 _SPECULATION = (
     Family("spec_decode_num_drafts", "Times that drafts were verified for a row.", "num_drafts"),
@@ -88,6 +90,8 @@ _REQUEST_HISTOGRAMS = (
 )
 _SUCCESS = Family("request_success", "Completions by how they ended.", "finished")
 _SOURCES = Family("prompt_tokens_by_source", "Prompt tokens by where their KV came from.", "")
+_REJECTED = Family("rejected_requests", "Requests refused because the queue was full.", "num_rejected", False)
+_REPLICAS = Family("replicas", "Replicas by state.", "num_in_state", False)
 _FAULTS = Family("faults", "Faults of replicas by what was seen.", "by_event", False)
 _FAULT_COUNTERS = (
     Family("replayed_requests", "Requests put in line again after a fault.", "num_replayed", False),
@@ -98,6 +102,19 @@ _FAULT_HISTOGRAMS = (
     Family("fault_recovery_seconds", "From a fault to the replica's health.", "recovery_s", False),
 )
 _CACHE_CONFIG = Family("cache_config_info", "The KV cache, told by labels; always 1.", "cache_config")
+
+_ENGINE_WIDE = "0"
+"""The `engine` of what belongs to no replica."""
+
+
+class Sample(NamedTuple):
+    """One line of a family, or one histogram of it."""
+
+    engine: str
+    labels: tuple[str, ...]
+    """Values of the family's own labels."""
+    value: tuple[Any, ...]
+    """As prometheus_client's `add_metric` takes it: a number, or buckets and a sum."""
 
 
 class RequestCounter:
@@ -131,9 +148,10 @@ class _Snapshot(Collector):
         self._prefixes = NAMES[config.metrics_names]
         self._counts = counter.counts.copy()
         self._seconds = {route: histogram.copy() for route, histogram in counter.seconds.items()}
-        self._labels = ["model_name", "engine"]
-        self._values = [config.served_model_names[0], "0"]
+        self._model = config.served_model_names[0]
         self._stats = None if engine is None else engine.stats()
+        by_rank = () if self._stats is None else self._stats.by_rank
+        self._replicas = [(str(rank), stats) for rank, stats in enumerate(by_rank)]
 
     def describe(self) -> list[Metric]:
         return []  # or registering would collect, just to learn the names
@@ -143,40 +161,40 @@ class _Snapshot(Collector):
         yield self._durations()
         if self._stats is None:
             return
-        stats = self._stats
         for family in _GAUGES:
-            yield from self._numbers(GaugeMetricFamily, family, getattr(stats, family.field))
+            yield from self._numbers(GaugeMetricFamily, family)
         for family in _COUNTERS:
-            yield from self._numbers(CounterMetricFamily, family, getattr(stats, family.field))
-        if (accepted := stats.num_accepted_per_position) is not None:
-            for family in _SPECULATION:
-                yield from self._numbers(CounterMetricFamily, family, getattr(stats, family.field))
-            yield from self._by_label(_PER_POSITION, "position", {str(i): n for i, n in enumerate(accepted)})
-        yield from self._by_label(_SUCCESS, "finished_reason", stats.finished)
-        hits = stats.prefix_cache_hits
-        sources = {"local_compute": stats.prefix_cache_queries - hits, "local_cache_hit": hits}
-        yield from self._by_label(_SOURCES, "source", sources)
-        yield from self._info(stats.cache_config)
-        yield from self._faults(stats)
-        if stats.tiers is not None:
+            yield from self._numbers(CounterMetricFamily, family)
+        if self._stats.num_accepted_per_position is not None:
+            yield from self._speculation()
+        yield from self._by_label(_SUCCESS, "finished_reason", lambda stats: stats.finished)
+        yield from self._by_label(_SOURCES, "source", _sources)
+        yield from self._info()
+        yield from self._faults()
+        yield from self._engine_wide(CounterMetricFamily, _REJECTED, {(): self._stats.num_rejected})
+        states = {(state,): count for state, count in self._stats.num_in_state.items()}
+        yield from self._engine_wide(GaugeMetricFamily, _REPLICAS, states, ("state",))
+        if self._stats.tiers is not None:
             for kind, readings in ((GaugeMetricFamily, tier_gauges), (CounterMetricFamily, tier_counters)):
-                for reading in readings(stats.tiers):
-                    yield from self._reading(kind, reading)
-        for source, families in ((stats, _TOKEN_HISTOGRAMS), (stats.requests, _REQUEST_HISTOGRAMS)):
-            for family in families:
-                yield from self._histograms(family, getattr(source, family.field))
+                for reading in readings(self._stats.tiers):
+                    family = Family(reading.name, reading.text, "", reading.in_vllm)
+                    yield from self._engine_wide(kind, family, reading.values, reading.labels)
+        for family in _TOKEN_HISTOGRAMS:
+            yield from self._histograms(family, lambda stats: stats)
+        for family in _REQUEST_HISTOGRAMS:
+            yield from self._histograms(family, lambda stats: stats.requests)
 
-    def _faults(self, stats: Stats) -> Iterator[Metric]:
-        counts = stats.faults
-        yield from self._by_label(_FAULTS, "event", counts.by_event)
+    def _speculation(self) -> Iterator[Metric]:
+        for family in _SPECULATION:
+            yield from self._numbers(CounterMetricFamily, family)
+        yield from self._by_label(_PER_POSITION, "position", _accepted_by_position)
+
+    def _faults(self) -> Iterator[Metric]:
+        yield from self._by_label(_FAULTS, "event", lambda stats: stats.faults.by_event)
         for family in _FAULT_COUNTERS:
-            yield from self._numbers(CounterMetricFamily, family, getattr(counts, family.field))
+            yield from self._numbers(CounterMetricFamily, family, lambda stats: stats.faults)
         for family in _FAULT_HISTOGRAMS:
-            yield from self._histograms(family, getattr(counts, family.field))
-        found = GaugeMetricFamily("slipring:replicas", "Replicas by state.", labels=[*self._labels, "state"])
-        for state, count in stats.replicas.items():
-            found.add_metric([*self._values, state], count)
-        yield found
+            yield from self._histograms(family, lambda stats: stats.faults)
 
     def _requests(self) -> Metric:
         names = ["method", "route", "status"]
@@ -192,41 +210,57 @@ class _Snapshot(Collector):
             found.add_metric([route], _buckets(histogram), histogram.sum)
         return found
 
-    def _names(self, family: Family) -> list[str]:
-        prefixes = self._prefixes if family.in_vllm else (_OWN,)
-        return [prefix + family.name for prefix in prefixes]
+    def _family(
+        self, kind: type[Any], family: Family, samples: Iterable[Sample], labels: Iterable[str] = ()
+    ) -> Iterator[Metric]:
+        """Under each of its names."""
+        found = list(samples)
+        for prefix in self._prefixes if family.in_vllm else (_OWN,):
+            metric = kind(prefix + family.name, family.text, labels=["model_name", "engine", *labels])
+            for engine, values, value in found:
+                metric.add_metric([self._model, engine, *values], *value)
+            yield metric
 
-    def _numbers(self, kind: type[Any], family: Family, value: float) -> Iterator[Metric]:
-        for name in self._names(family):
-            found = kind(name, family.text, labels=self._labels)
-            found.add_metric(self._values, value)
-            yield found
+    def _numbers(self, kind: type[Any], family: Family, part: Part = lambda stats: stats) -> Iterator[Metric]:
+        values = [(rank, getattr(part(stats), family.field)) for rank, stats in self._replicas]
+        return self._family(kind, family, [Sample(rank, (), (value,)) for rank, value in values])
 
-    def _by_label(self, family: Family, label: str, counts: dict[str, int]) -> Iterator[Metric]:
-        for name in self._names(family):
-            found = CounterMetricFamily(name, family.text, labels=[*self._labels, label])
-            for value, count in counts.items():
-                found.add_metric([*self._values, value], count)
-            yield found
+    def _histograms(self, family: Family, part: Part) -> Iterator[Metric]:
+        found = [(rank, getattr(part(stats), family.field)) for rank, stats in self._replicas]
+        samples = [Sample(rank, (), (_buckets(histogram), histogram.sum)) for rank, histogram in found]
+        return self._family(HistogramMetricFamily, family, samples)
 
-    def _reading(self, kind: type[Any], reading: Reading) -> Iterator[Metric]:
-        for name in self._names(Family(reading.name, reading.text, "", reading.in_vllm)):
-            found = kind(name, reading.text, labels=[*self._labels, *reading.labels])
-            for labels, value in reading.values.items():
-                found.add_metric([*self._values, *labels], value)
-            yield found
+    def _by_label(
+        self, family: Family, label: str, counts: Callable[[ReplicaStats], dict[str, int]]
+    ) -> Iterator[Metric]:
+        samples = [
+            Sample(rank, (value,), (count,)) for rank, stats in self._replicas for value, count in counts(stats).items()
+        ]
+        return self._family(CounterMetricFamily, family, samples, (label,))
 
-    def _info(self, settings: dict[str, str]) -> Iterator[Metric]:
-        for name in self._names(_CACHE_CONFIG):
-            found = GaugeMetricFamily(name, _CACHE_CONFIG.text, labels=[*self._labels, *settings])
-            found.add_metric([*self._values, *settings.values()], 1)
-            yield found
+    def _info(self) -> Iterator[Metric]:
+        settings = self._replicas[0][1].cache_config
+        samples = [Sample(rank, tuple(stats.cache_config.values()), (1,)) for rank, stats in self._replicas]
+        return self._family(GaugeMetricFamily, _CACHE_CONFIG, samples, settings)
 
-    def _histograms(self, family: Family, histogram: Histogram) -> Iterator[Metric]:
-        for name in self._names(family):
-            found = HistogramMetricFamily(name, family.text, labels=self._labels)
-            found.add_metric(self._values, _buckets(histogram), histogram.sum)
-            yield found
+    def _engine_wide(
+        self,
+        kind: type[Any],
+        family: Family,
+        values: Mapping[tuple[str, ...], float],
+        labels: tuple[str, ...] = (),
+    ) -> Iterator[Metric]:
+        samples = [Sample(_ENGINE_WIDE, own, (value,)) for own, value in values.items()]
+        return self._family(kind, family, samples, labels)
+
+
+def _sources(stats: ReplicaStats) -> dict[str, int]:
+    hits = stats.prefix_cache_hits
+    return {"local_compute": stats.prefix_cache_queries - hits, "local_cache_hit": hits}
+
+
+def _accepted_by_position(stats: ReplicaStats) -> dict[str, int]:
+    return {str(position): count for position, count in enumerate(stats.num_accepted_per_position or ())}
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:

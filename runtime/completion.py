@@ -34,7 +34,6 @@ FAILURES = {NON_FINITE: NOTHING_DRAWN, NO_MATCH: "the grammar became too complex
 class Completion:
     __slots__ = (
         "_include_stop",
-        "_metrics",
         "_own_stop_ids",
         "_scores",
         "_sink",
@@ -45,6 +44,7 @@ class Completion:
         "generation",
         "index",
         "last_token_at",
+        "metrics",
         "replica",
         "request",
         "request_id",
@@ -63,6 +63,7 @@ class Completion:
         sink: Sink,
         metrics: Metrics,
     ) -> None:
+        """`metrics`: where it counts until it has a replica."""
         self.request_id = generation.request_id
         self.generation = generation
         self.index = index
@@ -74,15 +75,20 @@ class Completion:
         self.token_ids = array("i")
         """Every token that was pushed, whether its text is held back or not."""
         self.replica: Replica | None = None
-        """Who computes it, once that is decided."""
+        """Who computes it, once that is decided (`place`)."""
         self.wants_logprobs = request.params.logprobs >= 0
         self._scores: list[NDArray[np.int32]] | None = [] if request.params.prompt_logprobs >= 0 else None
         """What has come of the prompt's log-probabilities, until the first delta takes it along."""
         self._include_stop = generation.include_stop_str_in_output
         self._own_stop_ids = request.stop_token_ids - eos_token_ids
         self._sink = sink
-        self._metrics = metrics
+        self.metrics = metrics
         request.owner = self
+
+    def place(self, replica: Replica) -> None:
+        """This one computes it, and counts it, from now on."""
+        self.replica = replica
+        self.metrics = replica.metrics
 
     def push(
         self,
@@ -175,7 +181,7 @@ class Completion:
         )
 
     def _count_end(self, reason: FinishReason, timing: Timing, now: float) -> None:
-        metrics, request = self._metrics, self.request
+        metrics, request = self.metrics, self.request
         metrics.finished[reason.value] += 1
         metrics.requests.observe(timing, now, len(self.token_ids))
         metrics.requests.preemptions.observe(request.num_preemptions)
@@ -185,7 +191,7 @@ class Completion:
             metrics.requests.n.observe(self.generation.n)
 
     def _observe(self, now: float) -> None:
-        metrics = self._metrics
+        metrics = self.metrics
         metrics.generation_tokens += 1
         if self.last_token_at:
             metrics.itl_s.observe(now - self.last_token_at)

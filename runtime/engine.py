@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
-from itertools import zip_longest
 from typing import TypeVar
 
 import msgspec
@@ -28,7 +27,6 @@ from slipring.runtime.detokenizer import Detokenizer
 from slipring.runtime.fault_tolerance import FaultTolerance
 from slipring.runtime.garbage import IdleCollector
 from slipring.runtime.grammar import GrammarCompiler, GrammarSpec
-from slipring.runtime.metrics import Metrics, Stats
 from slipring.runtime.model import ModelError, open_model
 from slipring.runtime.replica import Replica, ReplicaDeadError
 from slipring.runtime.replicas import Replicas, Unavailable
@@ -41,12 +39,12 @@ from slipring.runtime.request import (
     Sink,
     check_request,
 )
+from slipring.runtime.stats import Stats, stats_of
 from slipring.runtime.tiers.kv_tiers import KvTiers, TierSetupError
 from slipring.runtime.tokenizer import Tokenizer
 from slipring.scheduler.offload.key import offload_key
 from slipring.scheduler.prefix_cache import chain_root, extend_chain
 from slipring.scheduler.request import FinishReason, Request, TierLimits
-from slipring.scheduler.step import Counters
 from slipring.shm import wire
 from slipring.shm.grammar import Grammar
 from slipring.shm.pages import PageShape
@@ -109,7 +107,7 @@ class Engine:
         self.max_queued_tokens = config.max_queued_tokens
         self.tokenizer: Tokenizer
         self.chat_template: ChatTemplate | None = None
-        self._metrics = Metrics()
+        self._num_rejected = 0
         self._live: dict[str, list[Completion]] = {}
         self._num_hashing = 0
         """Prompt tokens of requests that are not in line yet, because their prompts are being hashed."""
@@ -150,7 +148,6 @@ class Engine:
                 on_progress,
                 self._fail_requests,
                 self._tiers,
-                self._metrics.faults,
             )
             self.fault_tolerance = FaultTolerance(self._replicas)
         except TierSetupError as error:
@@ -287,7 +284,6 @@ class Engine:
         completions = self._make_completions(generation, prompt, sink)
         self._live[generation.request_id] = completions
         self._idle.clear()
-        self._metrics.prompt_tokens += len(prompt)
         self._num_hashing += len(prompt) * generation.n
         try:
             self._enqueue([completion.request for completion in completions])
@@ -303,7 +299,7 @@ class Engine:
         for completion in completions:
             if not completion.finished:
                 completion.finished = True
-                self._metrics.finished[FinishReason.ABORT.value] += 1
+                completion.metrics.finished[FinishReason.ABORT.value] += 1
                 self._drop(completion)
         self._forget(request_id, completions)
         return True
@@ -389,54 +385,12 @@ class Engine:
         return Health(self._state, self._dead_reason)
 
     def stats(self) -> Stats:
-        metrics = self._metrics
-        loads = [replica.load for replica in self._replicas]
-        pools = [replica.scheduler.pool for replica in self._replicas if replica.scheduler is not None]
-        counters = [replica.counters for replica in self._replicas]
-        num_blocks = sum(pool.num_blocks for pool in pools)
-        num_free = sum(pool.num_free for pool in pools)
         return Stats(
+            by_rank=tuple(stats_of(replica, self.config) for replica in self._replicas),
+            num_rejected=self._num_rejected,
             tiers=None if self._tiers is None else self._tiers.stats(),
-            num_running=sum(running for running, _ in loads),
-            num_waiting=sum(waiting for _, waiting in loads),
-            kv_cache_usage=1.0 - num_free / num_blocks if num_blocks else 0.0,
-            num_blocks=num_blocks,
-            num_free_blocks=num_free,
-            num_cached_blocks=sum(pool.num_cached for pool in pools),
-            prefix_cache_queries=sum(each.prefix_queries for each in counters),
-            prefix_cache_hits=sum(each.prefix_hits for each in counters),
-            prompt_tokens=metrics.prompt_tokens,
-            generation_tokens=metrics.generation_tokens,
-            num_preemptions=sum(each.num_preemptions for each in counters),
-            num_steps=sum(each.num_steps for each in counters),
-            num_drafts=sum(each.num_drafts for each in counters),
-            num_draft_tokens=sum(each.num_draft_tokens for each in counters),
-            num_accepted_per_position=self._accepted_per_position(counters),
-            num_rejected=metrics.rejected,
-            finished=metrics.finished.copy(),
-            ttft_s=metrics.ttft_s.copy(),
-            itl_s=metrics.itl_s.copy(),
-            requests=metrics.requests.copy(),
-            cache_config=self._cache_config(num_blocks),
-            faults=metrics.faults.copy(),
-            replicas=self._replicas.num_in_state(),
+            num_in_state=self._replicas.num_in_state(),
         )
-
-    def _accepted_per_position(self, counters: list[Counters]) -> tuple[int, ...] | None:
-        if not self.config.max_draft:
-            return None
-        # A replica that has not served yet has counted nothing.
-        return tuple(map(sum, zip_longest(*(each.num_accepted_per_position for each in counters), fillvalue=0)))
-
-    def _cache_config(self, num_blocks: int) -> dict[str, str]:
-        user = self.config.user
-        return {
-            "block_size": str(user.block_size),
-            "num_gpu_blocks": str(num_blocks),
-            "kv_cache_size_tokens": str(num_blocks * user.block_size),
-            "enable_prefix_caching": str(user.enable_prefix_caching),
-            "cache_dtype": self.config.dtype,
-        }
 
     def _check(self, generation: GenerationRequest) -> np.ndarray:
         if generation.request_id in self._live:
@@ -466,7 +420,7 @@ class Engine:
         tokens = sum(replica.num_waiting_tokens for replica in self._replicas) + self._num_hashing
         full = waiting + n > user.max_queued_requests or tokens + n * num_tokens > user.max_queued_tokens
         if full and (waiting or tokens):
-            self._metrics.rejected += 1
+            self._num_rejected += 1
             raise QueueFullError(
                 f"{waiting} requests with {tokens} tokens are waiting already "
                 f"(--max-queued-requests {user.max_queued_requests}, --max-queued-tokens {user.max_queued_tokens})"
@@ -478,6 +432,7 @@ class Engine:
         arrival = time.monotonic()
         sink_when_ended = functools.partial(self._deliver, generation.request_id, sink)
         completions: list[Completion] = []
+        nowhere_yet = self._replicas[0].metrics
         for index in range(generation.n):
             request = Request(
                 prompt,
@@ -498,7 +453,7 @@ class Engine:
                 generation.params.min_tokens,
             )
             completions.append(
-                Completion(generation, index, request, detokenizer, self._eos, sink_when_ended, self._metrics)
+                Completion(generation, index, request, detokenizer, self._eos, sink_when_ended, nowhere_yet)
             )
         return completions
 
@@ -552,9 +507,10 @@ class Engine:
         except EngineDeadError as error:  # since the submission
             self._fail_requests(live, str(error))
             return
+        replica.metrics.prompt_tokens += first.num_prompt
         for request in live:
             request.block_hashes = first.block_hashes.copy()
-            request.owner.replica = replica
+            request.owner.place(replica)
             replica.add(request)
 
     def _choose(self, hashes: list[bytes], generation: GenerationRequest) -> Replica:
@@ -581,6 +537,8 @@ class Engine:
     def _forget(self, request_id: str, completions: list[Completion]) -> None:
         if (held := self._held.pop(request_id, None)) is not None:
             self._num_hashing -= held[0].num_prompt * len(held)
+        if not any(completion.replica for completion in completions):  # it ended before it was in any line
+            completions[0].metrics.prompt_tokens += completions[0].request.num_prompt
         for completion in completions:
             completion.request.owner = None  # the two hold each other: no cycle is left for the collector
         self._ended.set()

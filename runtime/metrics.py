@@ -1,4 +1,4 @@
-"""Plain counters and histograms, kept by the loop itself; `http/` turns a `Stats` into an exposition.
+"""Plain counters and histograms, kept by the loop itself; `stats.py` takes snapshots of them.
 
 Observing is a bisect and an addition, so that it can be done for each token. Nothing in here knows Prometheus.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 from bisect import bisect_left
 
 import msgspec
-
-from slipring.runtime.tiers.kv_tiers import KvTiersStats
 
 # Finer than usual at the low end, down to a tenth of a millisecond: that is where a fast engine's times lie.
 TTFT_BOUNDS = (
@@ -105,7 +103,7 @@ class RequestHistograms(msgspec.Struct):
 
 
 class FaultCounts(msgspec.Struct):
-    """What went wrong with replicas, and how long it took until it was right again."""
+    """What went wrong with a replica, and how long it took until it was right again."""
 
     by_event: dict[str, int]
     """Faults by what was seen: `worker exit`, `hang`, ..."""
@@ -128,55 +126,13 @@ class FaultCounts(msgspec.Struct):
 
 
 class Metrics:
-    """What one engine counts. Everything only grows."""
+    """What one replica counts. Everything only grows."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.finished: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error"), 0)
-        self.rejected = 0
         self.ttft_s = Histogram.empty(TTFT_BOUNDS)
         self.itl_s = Histogram.empty(ITL_BOUNDS)
         self.requests = RequestHistograms.empty()
         self.faults = FaultCounts.empty()
-
-
-class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot. Times are seconds, prefix-cache counts are tokens."""
-
-    num_running: int
-    num_waiting: int
-    kv_cache_usage: float
-    """Share of the pool's blocks that live requests hold, 0..1."""
-    num_blocks: int
-    num_free_blocks: int
-    num_cached_blocks: int
-    """Free blocks whose content can still be reused."""
-    prefix_cache_queries: int
-    prefix_cache_hits: int
-    prompt_tokens: int
-    generation_tokens: int
-    num_preemptions: int
-    num_steps: int
-    num_rejected: int
-    tiers: KvTiersStats | None = None
-    """None without tiers."""
-    num_drafts: int = 0
-    """Times that drafts were verified for a row; with speculation only, as are the next two."""
-    num_draft_tokens: int = 0
-    num_accepted_per_position: tuple[int, ...] | None = None
-    """Accepted drafts by their place in the chain; None without speculation."""
-    finished: dict[str, int]
-    ttft_s: Histogram
-    itl_s: Histogram
-    requests: RequestHistograms
-    cache_config: dict[str, str]
-    """Settings of the KV cache, for people and dashboards."""
-    faults: FaultCounts = msgspec.field(default_factory=FaultCounts.empty)
-    replicas: dict[str, int] = {}
-    """How many are in each state."""
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        """Accepted drafts."""
-        return sum(self.num_accepted_per_position or ())

@@ -21,6 +21,7 @@ from slipring.runtime.config import ResolvedConfig
 from slipring.runtime.epoch import Epoch
 from slipring.runtime.flight_recorder import FlightRecorder, Record, record_of
 from slipring.runtime.garbage import IdleCollector, NullCollector
+from slipring.runtime.metrics import Metrics
 from slipring.runtime.readmission import known_tokens, num_scored, share_prefixes
 from slipring.runtime.rendezvous import Rendezvous
 from slipring.runtime.restarts import RestartPolicy
@@ -96,6 +97,7 @@ class Replica:
         self._loop = asyncio.get_running_loop()
         self._requests: dict[int, Request] = {}
         self._counters = Counters()
+        self.metrics = Metrics()
         self._restarts = RestartPolicy()
         self._cost = StepCost()
         """A new worker's steps cost what the last one's did."""

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 
 from slipring.runtime.config import ResolvedConfig
-from slipring.runtime.metrics import FaultCounts
 from slipring.runtime.rendezvous import Rendezvous
 from slipring.runtime.replica import Replica
 from slipring.runtime.router import Candidate, Router
@@ -42,14 +41,12 @@ class Replicas:
         on_progress: Callable[[wire.Progress], None],
         fail: Callable[[list[Request], str], None],
         tiers: KvTiers | None = None,
-        faults: FaultCounts | None = None,
     ) -> None:
         """Raises OSError when shared memory is short; then nothing is left of it."""
         self._config = config
         self._tell_state = on_state
         self._tell_progress = on_progress
         self._fail = fail
-        self._faults = faults or FaultCounts.empty()
         self._router = Router(slack=max(8, config.user.max_num_seqs // 4))
         self._weights = WeightSegment()
         self.rendezvous = Rendezvous()
@@ -164,7 +161,7 @@ class Replicas:
         self._tell_state(replica)
 
     def _count(self, replica: Replica) -> None:
-        fault, counts = replica.fault, self._faults
+        fault, counts = replica.fault, replica.metrics.faults
         if fault is None:
             return
         if replica.state is State.UNHEALTHY:
@@ -176,14 +173,14 @@ class Replicas:
             counts.recovery_s.observe(now - fault.at)
 
     def on_replay(self, replica: Replica, num_requests: int) -> None:
-        self._faults.num_replayed += num_requests
+        replica.metrics.faults.num_replayed += num_requests
 
     def on_progress(self, progress: wire.Progress) -> None:
         self._tell_progress(progress)
 
     def on_guilty(self, replica: Replica, request: Request, reason: str) -> None:
         logger.error("replica %d: %s", replica.rank, reason)
-        self._faults.num_guilty += 1
+        replica.metrics.faults.num_guilty += 1
         self._fail([request], reason)
 
     def on_homeless(self, replica: Replica, requests: list[Request], reason: str) -> None:
@@ -194,5 +191,5 @@ class Replicas:
         least = min(elsewhere, key=lambda other: sum(other.load))
         logger.warning("replica %d gives up %d requests; replica %d goes on", replica.rank, len(requests), least.rank)
         for request in requests:
-            request.owner.replica = least
+            request.owner.place(least)
         least.adopt(requests)

@@ -15,9 +15,10 @@ import numpy as np
 from slipring.runtime.chat_template import ChatTemplate
 from slipring.runtime.engine import Health, HealthState
 from slipring.runtime.grammar import Grammar, GrammarCompiler, GrammarSpec
-from slipring.runtime.metrics import Metrics, Stats
+from slipring.runtime.metrics import Metrics
 from slipring.runtime.prompt_logprobs import PromptLogprobs
 from slipring.runtime.request import Delta, GenerationRequest, Sink, TokenLogprob
+from slipring.runtime.stats import ReplicaStats, Stats
 from slipring.shm.spec import ModelSpec, SamplingDefaults
 
 TEMPLATE = (
@@ -84,7 +85,8 @@ class EngineDouble:
         self.refuse: Exception | None = None
         self.refuse_after = 0
         self.num_seeds = 0
-        self.metrics = Metrics()
+        self.metrics = [Metrics()]
+        """By rank."""
 
     def submit(self, request: GenerationRequest, sink: Sink) -> None:
         if self.refuse is not None and len(self.requests) >= self.refuse_after:
@@ -123,13 +125,18 @@ class EngineDouble:
         return function(*arguments)
 
     def stats(self) -> Stats:
-        m = self.metrics
-        return Stats(
-            num_running=len(self.sinks), num_waiting=0, kv_cache_usage=0.5, num_blocks=10, num_free_blocks=5,
-            num_cached_blocks=1, prefix_cache_queries=4, prefix_cache_hits=3, prompt_tokens=7, generation_tokens=9,
-            num_preemptions=0, num_steps=2, num_rejected=0, finished=m.finished, ttft_s=m.ttft_s, itl_s=m.itl_s,
-            requests=m.requests,
-            cache_config={"block_size": "16"},
+        """As many replicas as there are `metrics`; all requests run on the first."""
+        return Stats(by_rank=tuple(map(self._of_rank, range(len(self.metrics)))), num_rejected=4)
+
+    def _of_rank(self, rank: int) -> ReplicaStats:
+        m = self.metrics[rank]
+        return ReplicaStats(
+            num_running=0 if rank else len(self.sinks), num_waiting=rank, kv_cache_usage=0.5, num_blocks=10 + rank,
+            num_free_blocks=5, num_cached_blocks=1, prefix_cache_queries=4 + rank, prefix_cache_hits=3,
+            prompt_tokens=7 + rank, generation_tokens=9, num_preemptions=0, num_steps=2, finished=m.finished,
+            ttft_s=m.ttft_s, itl_s=m.itl_s, requests=m.requests, num_drafts=rank, num_draft_tokens=2 * rank,
+            num_accepted_per_position=(2, 1)[:rank],
+            cache_config={"block_size": "16", "num_gpu_blocks": str(10 + rank)}, faults=m.faults,
         )  # fmt: skip
 
     # What a test does in the engine's place.

@@ -79,9 +79,9 @@ def test_a_command_is_accepted_then_polled(two: Server) -> None:
     assert command["request_id"] == "r1" and command["instruction"] == "retry"
     assert call(two, "/v1/completions", {"prompt": "a", "max_tokens": 2}, pinned)[0] == 200
     figures = metrics(two)
-    assert figures['slipring:faults_total{engine="0",event="worker exit",model_name="smollm2"}'] == 1
+    assert figures[f'slipring:faults_total{{engine="{rank}",event="worker exit",model_name="smollm2"}}'] == 1
     assert figures['slipring:replicas{engine="0",model_name="smollm2",state="healthy"}'] == 2
-    assert figures['slipring:fault_recovery_seconds_count{engine="0",model_name="smollm2"}'] == 1
+    assert figures[f'slipring:fault_recovery_seconds_count{{engine="{rank}",model_name="smollm2"}}'] == 1
     status, answer = call(two, "/fault_tolerance/apply", {"instruction": "retry"})
     assert status == 202 and answer["request_id"], "as in vLLM, also when there is nothing to retry"
 

@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from slipring.http.api import Api
+from slipring.runtime.metrics import Metrics
 from tests.http.calls import call, make_api
 from tests.http.engine_double import EngineDouble
 
@@ -24,7 +25,7 @@ def scrape(api: Api) -> dict[str, list[Any]]:
 
 def test_engine_counters_under_vllms_names() -> None:
     engine = EngineDouble()
-    engine.metrics.finished["stop"] = 3
+    engine.metrics[0].finished["stop"] = 3
     families = scrape(make_api(engine))
     running = families["vllm:num_requests_running"][0]
     assert running.labels == {"model_name": "m", "engine": "0"}
@@ -34,10 +35,44 @@ def test_engine_counters_under_vllms_names() -> None:
     assert by_reason == {"stop": 3, "length": 0, "abort": 0, "error": 0}
 
 
+def test_each_replica_is_an_engine_and_engines_add_up() -> None:
+    engine = EngineDouble()
+    engine.metrics.append(Metrics())
+    for rank, metrics in enumerate(engine.metrics):
+        metrics.finished["stop"] = 3 + rank
+        metrics.faults.by_event["hang"] = 1 + rank
+        metrics.ttft_s.observe(0.01 * (1 + rank))
+        metrics.requests.e2e_s.observe(1.0)
+    families = scrape(make_api(engine))
+
+    def by_engine(name: str, end: str = "", **labels: str) -> dict[str, float]:
+        family = next(families[name.removesuffix(cut)] for cut in (end, "") if name.removesuffix(cut) in families)
+        found = [each for each in family if each.name == name and labels.items() <= each.labels.items()]
+        return {sample.labels["engine"]: sample.value for sample in found}
+
+    for prefix in ("vllm:", "slipring:"):
+        assert by_engine(prefix + "num_requests_waiting") == {"0": 0, "1": 1}
+        assert by_engine(prefix + "prompt_tokens_total", "_total") == {"0": 7, "1": 8}
+        assert by_engine(prefix + "request_success_total", "_total", finished_reason="stop") == {"0": 3, "1": 4}
+        assert by_engine(prefix + "time_to_first_token_seconds_sum", "_sum") == {"0": 0.01, "1": 0.02}
+        assert by_engine(prefix + "e2e_request_latency_seconds_count", "_count") == {"0": 1, "1": 1}
+        assert by_engine(prefix + "cache_config_info", num_gpu_blocks="11") == {"1": 1}
+        assert by_engine(prefix + "prompt_tokens_by_source_total", "_total", source="local_compute") == {"0": 1, "1": 2}
+        assert by_engine(prefix + "spec_decode_num_draft_tokens_total", "_total") == {"0": 0, "1": 2}
+        accepted = by_engine(prefix + "spec_decode_num_accepted_tokens_per_pos_total", "_total", position="0")
+        assert accepted == {"1": 2}
+    assert by_engine("slipring:num_blocks") == {"0": 10, "1": 11}
+    assert by_engine("slipring:faults_total", "_total", event="hang") == {"0": 1, "1": 2}
+    assert by_engine("slipring:rejected_requests_total", "_total") == {"0": 4}, "no replica ever had them"
+    whole = engine.stats()
+    assert (whole.num_waiting, whole.prompt_tokens, whole.num_blocks) == (1, 15, 21)
+    assert whole.finished["stop"] == 7 and whole.num_accepted_per_position == (2,)
+
+
 def test_histograms_are_cumulative() -> None:
     engine = EngineDouble()
     for seconds in (0.0001, 0.0001, 0.03, 1e6):
-        engine.metrics.ttft_s.observe(seconds)
+        engine.metrics[0].ttft_s.observe(seconds)
     samples = scrape(make_api(engine))["vllm:time_to_first_token_seconds"]
     buckets = [s for s in samples if s.name.endswith("_bucket")]
     counts = [s.value for s in buckets]
@@ -88,5 +123,5 @@ def test_whose_names(names: str, present: set[str], absent: set[str]) -> None:
 
 
 def test_a_tenth_of_a_millisecond_is_resolved() -> None:
-    for histogram in (EngineDouble().metrics.itl_s, EngineDouble().metrics.ttft_s):
+    for histogram in (EngineDouble().metrics[0].itl_s, EngineDouble().metrics[0].ttft_s):
         assert histogram.bounds[:2] == (0.0001, 0.0002)
