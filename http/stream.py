@@ -70,8 +70,8 @@ class FrameStream:
             try:
                 self._send(self._render(delta))
             except Exception:
-                logger.exception("a frame could not be made")
-                self.fail(engine_failed("The answer could not be written."))
+                self._break()
+                self._send(self._take())
 
     def fail(self, error: ApiError) -> None:
         """End the stream with an error frame (after what is still held); the engine's work for it is cancelled."""
@@ -158,11 +158,15 @@ class FrameStream:
             for delta in held.values():
                 frames += self._render(delta)
         except Exception:
-            logger.exception("a frame could not be made")
-            if self._error is None:
-                self._error = engine_failed("The answer could not be written.")
-                self._on_cancel()
+            self._break()
         return frames
+
+    def _break(self) -> None:
+        """A frame could not be made: an error ends the stream."""
+        logger.exception("a frame could not be made")
+        if self._error is None and not self.ended:
+            self._error = engine_failed("The answer could not be written.")
+            self._on_cancel()
 
     def _hold(self, delta: Delta) -> None:
         held = self._held.get(delta.index)
