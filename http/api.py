@@ -27,7 +27,8 @@ from slipring.http.openapi import document
 from slipring.http.record import record
 from slipring.http.reporter import Reporter
 from slipring.http.responses import Responses
-from slipring.http.routes import NOT_SERVED, ROUTES, TABLE, Route, allowed_methods
+from slipring.http.route_table import Route, allowed_methods
+from slipring.http.routes import NOT_SERVED, ROUTES, TABLE
 from slipring.http.served import ServedModel
 from slipring.http.stream import FrameStream
 

@@ -15,7 +15,7 @@ import msgspec
 from slipring.http.config import ServerConfig
 from slipring.http.exchange import EVENT_STREAM, JSON
 from slipring.http.ranges import KEYWORDS, RANGES
-from slipring.http.routes import Route
+from slipring.http.route_table import Route
 from slipring.http.served import VERSION
 
 _REF = "#/components/schemas/{name}"

@@ -9,7 +9,8 @@ import pytest
 from slipring.http.config import ServerConfig
 from slipring.http.openapi import document, statuses
 from slipring.http.ranges import RANGES
-from slipring.http.routes import ROUTES, Route, RouteTable
+from slipring.http.route_table import Route, RouteTable
+from slipring.http.routes import ROUTES
 from tests.http.calls import CHAT, HELLO, call, make_api, refused, value
 
 

@@ -21,7 +21,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from slipring.http.routes import ROUTES, Route
+from slipring.http.route_table import Route
+from slipring.http.routes import ROUTES
 from tests.serving import alive
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
