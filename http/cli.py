@@ -1,5 +1,5 @@
-"""`slipring`: the command line. Flags are named as in vLLM wherever they mean the same; those of the outside face are
-in `http_flags.py`.
+"""`slipring`: the command line. Flags are named as in vLLM wherever they mean the same; `serve` has those of the
+outside face (`http_flags.py`) and of the engine (`engine_flags.py`).
 
 Heavy imports wait until the command is known, so that --help and mistakes answer at once.
 """
@@ -8,27 +8,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import logging
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from slipring.http import fault_flags, http_flags
-from slipring.http.flag_values import not_empty, size, tokens
-
-if TYPE_CHECKING:
-    from slipring.runtime.config import EngineConfig
-
-_ENGINE = (
-    "model", "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-    "kv_cache_memory_bytes", "num_gpu_blocks_override", "enable_prefix_caching", "scheduling_policy",
-    "async_scheduling", "seed", "cpu_threads", "cpu_affinity", "max_queued_requests", "max_queued_tokens",
-    "worker_module", "debug_integrity", "allow_long_max_model_len", "speculative_config", "kv_transfer_config",
-    "kv_offloading_size",
-)  # fmt: skip
-"""Flags that are fields of `runtime.config.EngineConfig`."""
+from slipring.http import engine_flags, http_flags
+from slipring.http.flag_values import not_empty
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -104,100 +91,8 @@ def _add_serve(commands: Any) -> None:
     )
     serve.add_argument("--config", metavar="FILE", help="flags from a YAML or JSON file; those given here win")
     http_flags.add_http_flags(serve)
-    _add_model_flags(serve.add_argument_group("model"))
-    _add_parser_flags(serve.add_argument_group("tools and reasoning"))
-    _add_memory_flags(serve.add_argument_group("KV cache"))
-    _add_scheduling_flags(serve.add_argument_group("scheduling"))
-    fault_flags.add_fault_flags(serve)
-    # For tests and for debugging; --help need not explain them.
-    serve.add_argument("--worker-module", default="slipring.workers.main", help=argparse.SUPPRESS)
-    serve.add_argument("--debug-integrity", action="store_true", help=argparse.SUPPRESS)
+    engine_flags.add_engine_flags(serve)
     serve.set_defaults(flags=_flags_of(serve))
-
-
-def _add_model_flags(group: Any) -> None:
-    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: auto)")
-    group.add_argument("--device", default="auto", help="auto (the CPU), cpu or cuda:N (default: auto)")
-    group.add_argument(
-        "--max-model-len",
-        type=tokens,
-        metavar="TOKENS",
-        help="context length, such as 4096 or 4K (default: the model's)",
-    )
-    group.add_argument(
-        "--allow-long-max-model-len",
-        action="store_true",
-        help="let --max-model-len exceed what the model was trained for",
-    )
-    group.add_argument("--seed", type=int, default=0, help="for requests without one; 0: random (default: 0)")
-    group.add_argument("--cpu-threads", type=int, metavar="N", help="threads of a CPU worker (default: all CPUs)")
-    group.add_argument(
-        "--cpu-affinity",
-        metavar="LIST[|LIST...]",
-        help="CPUs of each replica's worker, such as '0-3|4-7' (default: any; threads: one per CPU)",
-    )
-
-
-def _add_parser_flags(group: Any) -> None:
-    group.add_argument(
-        "--tool-call-parser",
-        type=_tool_call_parser,
-        default="auto",
-        metavar="NAME",
-        help="how the model writes tool calls: auto (by its chat template), none, hermes, llama3_json, mistral, ...",
-    )
-    group.add_argument(
-        "--reasoning-parser",
-        type=_reasoning_parser,
-        default="auto",
-        metavar="NAME",
-        help="how it shows its reasoning: auto (by its chat template), none, think, deepseek_r1, mistral, ...",
-    )
-    # vLLM wants to be told; here tools work anyway.
-    group.add_argument("--enable-auto-tool-choice", action="store_true", help=argparse.SUPPRESS)
-
-
-def _add_memory_flags(group: Any) -> None:
-    group.add_argument(
-        "--kv-cache-memory-bytes", type=size, metavar="SIZE", help="such as 2G or 512M (default: from free memory)"
-    )
-    group.add_argument("--block-size", type=int, default=16, metavar="TOKENS", help="(default: %(default)s)")
-    group.add_argument(
-        "--kv-offloading-size", type=float, metavar="GIB", help="keep KV that the pool loses in so much CPU memory"
-    )
-    group.add_argument(
-        "--kv-transfer-config", metavar="JSON", help="the same in full, with files, objects and peers (docs/tiers.md)"
-    )
-    group.add_argument("--num-gpu-blocks-override", type=int, metavar="N", help="exactly so many KV blocks")
-    group.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="reuse the KV blocks of equal prompt beginnings (default: on)",
-    )
-
-
-def _add_scheduling_flags(group: Any) -> None:
-    group.add_argument("--max-num-seqs", type=int, default=256, metavar="N", help="most at once (default: %(default)s)")
-    group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="most tokens in one step")
-    group.add_argument("--scheduling-policy", default="fcfs", help="fcfs or priority (default: %(default)s)")
-    group.add_argument(
-        "--async-scheduling",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="publish the next step while the last one runs (default: on)",
-    )
-    group.add_argument(
-        "--speculative-config",
-        "-sc",
-        metavar="JSON",
-        help="""draft tokens and verify them, such as '{"method": "ngram", "num_speculative_tokens": 5}'""",
-    )
-    group.add_argument("--spec-method", metavar="METHOD", help="short for that key of --speculative-config")
-    group.add_argument("--spec-model", metavar="PATH", help="likewise, for model")
-    group.add_argument("--spec-tokens", type=int, metavar="N", help="likewise, for num_speculative_tokens")
-    group.add_argument("--max-queued-requests", type=int, default=4096, metavar="N", help="429 beyond it (%(default)s)")
-    group.add_argument("--max-queued-tokens", type=int, default=4_000_000, metavar="N", help="likewise (%(default)s)")
 
 
 def _add_chat(commands: Any) -> None:
@@ -263,31 +158,13 @@ def _serve(args: argparse.Namespace) -> int:
     from slipring.runtime.config import ConfigError
 
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    args.speculative_config = _speculative_config(args)
-    engine_config = _engine_config(args)
+    engine_config = engine_flags.engine_config(args)
     try:
         server_config = http_flags.server_config(args, default_model_name(args.model))
     except ConfigError as error:
         print(f"slipring: {error}", file=sys.stderr)
         return 2
     return run(engine_config, server_config)
-
-
-def _engine_config(args: argparse.Namespace) -> EngineConfig:
-    from slipring.runtime.config import EngineConfig
-
-    return EngineConfig(**{name: getattr(args, name) for name in _ENGINE}, **fault_flags.engine_settings(args))
-
-
-def _speculative_config(args: argparse.Namespace) -> str | None:
-    """The JSON, with the short flags in it; they are refused beside it."""
-    keys = {"method": args.spec_method, "model": args.spec_model, "num_speculative_tokens": args.spec_tokens}
-    short = {key: value for key, value in keys.items() if value is not None}
-    if not short:
-        return args.speculative_config
-    if args.speculative_config is not None:
-        sys.exit("slipring: give either --speculative-config or --spec-method, --spec-model and --spec-tokens")
-    return json.dumps(short)
 
 
 def _chat(args: argparse.Namespace) -> int:
@@ -311,24 +188,6 @@ def _doctor(args: argparse.Namespace) -> int:
 def default_model_name(model: str) -> str:
     """An alias as it is; of a path the last part, without .gguf."""
     return Path(model).name.removesuffix(".gguf") or model
-
-
-def _tool_call_parser(text: str) -> str:
-    from slipring.http.tool_formats import ALIASES, FORMATS
-
-    return _parser_name(text, (*FORMATS, *ALIASES))
-
-
-def _reasoning_parser(text: str) -> str:
-    from slipring.http.reasoning import ALIASES, FORMATS
-
-    return _parser_name(text, (*FORMATS, *ALIASES))
-
-
-def _parser_name(text: str, known: tuple[str, ...]) -> str:
-    if text in ("auto", "none", *known):
-        return text
-    raise argparse.ArgumentTypeError(f"{text!r} is none of auto, none, {', '.join(sorted(known))}")
 
 
 def _flags_of(parser: argparse.ArgumentParser) -> list[str]:

@@ -32,6 +32,7 @@ def add_http_flags(serve: argparse.ArgumentParser) -> None:
     _access(serve.add_argument_group("TLS and keys"))
     _limits(serve.add_argument_group("limits"))
     _telling(serve.add_argument_group("logs, metrics and traces"))
+    _parsers(serve.add_argument_group("tools and reasoning"))
 
 
 def _listening(group: Any) -> None:
@@ -155,6 +156,43 @@ def _telling(group: Any) -> None:
     )
     # vLLM wants to be told; here they are always there.
     group.add_argument("--enable-request-id-headers", action="store_true", help=argparse.SUPPRESS)
+
+
+def _parsers(group: Any) -> None:
+    group.add_argument(
+        "--tool-call-parser",
+        type=_tool_call_parser,
+        default="auto",
+        metavar="NAME",
+        help="how the model writes tool calls: auto (by its chat template), none, hermes, llama3_json, mistral, ...",
+    )
+    group.add_argument(
+        "--reasoning-parser",
+        type=_reasoning_parser,
+        default="auto",
+        metavar="NAME",
+        help="how it shows its reasoning: auto (by its chat template), none, think, deepseek_r1, mistral, ...",
+    )
+    # vLLM wants to be told; here tools work anyway.
+    group.add_argument("--enable-auto-tool-choice", action="store_true", help=argparse.SUPPRESS)
+
+
+def _tool_call_parser(text: str) -> str:
+    from slipring.http.tool_formats import ALIASES, FORMATS
+
+    return _parser_name(text, (*FORMATS, *ALIASES))
+
+
+def _reasoning_parser(text: str) -> str:
+    from slipring.http.reasoning import ALIASES, FORMATS
+
+    return _parser_name(text, (*FORMATS, *ALIASES))
+
+
+def _parser_name(text: str, known: tuple[str, ...]) -> str:
+    if text in ("auto", "none", *known):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is none of auto, none, {', '.join(sorted(known))}")
 
 
 def server_config(args: argparse.Namespace, model_name: str) -> ServerConfig:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slipring.http import cli, flag_values, http_flags
+from slipring.http import cli, engine_flags, flag_values, http_flags
 from slipring.http.chat_terminal import chat
 from slipring.http.config import ServerConfig
 from slipring.http.console import Console, base_url
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 def test_every_engine_flag_is_a_field_with_the_same_default() -> None:
     args = cli.build_parser().parse_args(["serve", "smollm2"])
     defaults = EngineConfig(model="smollm2")
-    for name in cli._ENGINE:
+    for name in engine_flags.ENGINE:
         assert getattr(args, name) == getattr(defaults, name), name
 
 
@@ -35,7 +35,7 @@ def test_no_flag_of_the_engine_is_forgotten() -> None:
     args = cli.build_parser().parse_args(["serve", "smollm2"])
     given = {name: object() for name in EngineConfig.__struct_fields__ if hasattr(args, name)}
     vars(args).update(given)
-    config = cli._engine_config(args)
+    config = engine_flags.engine_config(args)
     assert {name: getattr(config, name) for name in given} == given
 
 
