@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import orjson
 
 from slipring.http.json_text import expect, normal_object, read_string, read_value
-from slipring.http.output_parser import CallReader, NotACall
 from slipring.http.text_source import Markers, Reader, TextSource
+from slipring.http.tool_calls import CallReader, NotACall
 
 _NAME = re.compile(r"[\w.:/-]*")
 _WORD = re.compile(r"[a-zA-Z0-9]*")

@@ -16,8 +16,7 @@ import orjson
 from slipring.http.errors import ApiError
 from slipring.http.frames import json_string
 from slipring.http.messages_errors import error_body
-from slipring.http.output_form import ChoiceParser
-from slipring.http.output_parser import (
+from slipring.http.output_events import (
     ContentDelta,
     Event,
     ParsedCall,
@@ -27,6 +26,7 @@ from slipring.http.output_parser import (
     ToolCallEnd,
     ToolCallStart,
 )
+from slipring.http.output_form import ChoiceParser
 from slipring.http.reply import ReplyHead, Usage
 from slipring.runtime.request import Delta
 

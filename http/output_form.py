@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from slipring.http.output_parser import Event, OutputParser, ParsedText, ToolFormat, join_events
+from slipring.http.output_events import Event, ParsedText, join_events
+from slipring.http.output_parser import OutputParser
 from slipring.http.reasoning import Reasoning, detect_reasoning, reasoning_format
 from slipring.http.reply import Choice, Usage
+from slipring.http.tool_calls import ToolFormat
 from slipring.http.tool_formats import detect_tool_format, forcible, tool_format
 from slipring.http.tools import MANY, ToolUse
 from slipring.runtime.request import Delta
@@ -137,14 +139,18 @@ class ChoiceParser:
             self._counts = False
         self._num_counted += len(token_ids)
 
-    def read(self, choice: Choice) -> ParsedText:
-        """A choice that has ended, piece by piece, so that tokens are counted as in a stream."""
+    def events(self, choice: Choice) -> list[Event]:
+        """Of a choice that has ended, piece by piece, so that tokens are counted as in a stream."""
         events: list[Event] = []
         end = 0
         for text, size in zip(choice.pieces, choice.sizes, strict=True):
             begin, end = end, end + size
             events += self.push(Delta(index=0, text=text, token_ids=choice.token_ids[begin:end]))
-        return join_events(events + self.push(Delta(index=0, finish_reason=choice.finish_reason)))
+        return events + self.push(Delta(index=0, finish_reason=choice.finish_reason))
+
+    def read(self, choice: Choice) -> ParsedText:
+        """A choice that has ended, as an answer that comes at once shows it."""
+        return join_events(self.events(choice))
 
     def tell_usage(self, usage: Usage, index: int) -> None:
         if self._reasons:

@@ -14,8 +14,7 @@ import orjson
 
 from slipring.http.frames import ChatRenderer, json_string
 from slipring.http.logprobs import LogprobWriter
-from slipring.http.output_form import OutputForm
-from slipring.http.output_parser import (
+from slipring.http.output_events import (
     ContentDelta,
     Event,
     ParsedCall,
@@ -24,6 +23,7 @@ from slipring.http.output_parser import (
     ToolArgumentsDelta,
     ToolCallStart,
 )
+from slipring.http.output_form import OutputForm
 from slipring.http.reply import ReplyHead, Usage
 from slipring.runtime.request import Delta
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipring.http.json_calls import read_name
-from slipring.http.output_parser import CallReader, NotACall
 from slipring.http.text_source import Reader, TextSource
+from slipring.http.tool_calls import CallReader, NotACall
 
 _PLAIN = re.compile(r"[^()\[\]{}'\"]*")
 _QUOTED = {"'": re.compile(r"[^'\\\n]*"), '"': re.compile(r'[^"\\\n]*')}

@@ -119,16 +119,6 @@ class Choice:
     def generated(self) -> str:
         return "".join(self.pieces)
 
-    def whole(self) -> Delta:
-        """All that was generated, in one piece that ends it."""
-        return Delta(
-            index=0,
-            text=self.generated,
-            token_ids=self.token_ids,
-            finish_reason=self.finish_reason or "stop",
-            stop_reason=self.stop_reason,
-        )
-
 
 class Collector:
     """Gathers the deltas of an answer that is sent at once."""

@@ -101,7 +101,7 @@ def plain_response(
 ) -> dict[str, Any]:
     """What `ResponseRenderer` ends with, for an answer that comes at once."""
     writer = OutputWriter(EventNumbers())
-    writer.write(parser.push(choice.whole()), logprobs.chat(choice.logprobs)["content"])
+    writer.write(parser.events(choice), logprobs.chat(choice.logprobs)["content"])
     writer.finish(_status(choice.finish_reason))
     parser.tell_usage(usage, 0)
     return ended(response, choice.finish_reason, writer.items, usage)

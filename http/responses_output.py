@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from slipring.http.frames import json_string
-from slipring.http.output_parser import (
+from slipring.http.output_events import (
     ContentDelta,
     Event,
     ReasoningDelta,

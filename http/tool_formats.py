@@ -16,8 +16,8 @@ calls of tools that there are count: a JSON answer that has a "name" is an answe
 from __future__ import annotations
 
 from slipring.http.json_calls import FramedCalls, JsonCalls, MistralCalls
-from slipring.http.output_parser import ToolFormat
 from slipring.http.python_calls import PythonCalls
+from slipring.http.tool_calls import ToolFormat
 from slipring.http.xml_calls import XmlCalls
 
 HERMES = JsonCalls("hermes", ("<tool_call>", "<|tool_call|>"), ("</tool_call>",))

@@ -9,8 +9,8 @@ from typing import Any
 from slipring.http.frames import json_string
 from slipring.http.json_calls import read_name
 from slipring.http.json_text import normal_value
-from slipring.http.output_parser import CallReader, NotACall
 from slipring.http.text_source import Markers, Reader, TextSource
+from slipring.http.tool_calls import CallReader, NotACall
 
 _FUNCTION = "<function="
 _PARAMETER = "<parameter="

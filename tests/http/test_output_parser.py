@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipring.http.output_parser import (
+from slipring.http.output_events import (
     ContentDelta,
     Event,
-    OutputParser,
     ParsedText,
     ReasoningDelta,
     ToolArgumentsDelta,
@@ -21,6 +20,7 @@ from slipring.http.output_parser import (
     ToolCallStart,
     join_events,
 )
+from slipring.http.output_parser import OutputParser
 from slipring.http.reasoning import DEEPSEEK_R1, GRANITE, THINK, Reasoning, detect_reasoning, reasoning_format
 from slipring.http.tool_formats import ALIASES, FORMATS, detect_tool_format, tool_format
 

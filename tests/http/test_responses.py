@@ -207,11 +207,13 @@ def nameless(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_reasoning_and_calls_are_items() -> None:
-    plain = ask(talkative(), tools=[GET])["output"]
+    answer = ask(talkative(), tools=[GET])
+    plain = answer["output"]
     assert [item["id"].split("_")[0] for item in plain] == ["rs", "msg", "fc", "fc"]
     assert all(item["call_id"].startswith("call_") for item in plain[2:])
     found = named_events(stream_bytes(talkative(), RESPONSES, {"input": "hi", "tools": [GET]}))
     last = found[-1]["response"]["output"]
+    assert answer["usage"] == found[-1]["response"]["usage"], "tokens of the reasoning are counted alike"
     assert [e["item"] for e in found if e["type"] == "response.output_item.done"] == last
     texts: dict[str, str] = {}
     for event in found:
