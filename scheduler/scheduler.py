@@ -117,9 +117,15 @@ class Scheduler:
         return len(self.waiting)
 
     @property
-    def num_running(self) -> int:
-        """Requests that hold a row."""
+    def num_admitted(self) -> int:
+        """Requests that hold a row. Whose last step is not back yet has left its place in the batch to another, so
+        these may be more than max_num_seqs."""
         return self.config.num_rows - self._live.request_of.count(None)
+
+    @property
+    def num_running(self) -> int:
+        """Places of the batch that are taken, at most max_num_seqs."""
+        return min(self.num_admitted, self.config.max_num_seqs)
 
     @property
     def num_in_flight(self) -> int:

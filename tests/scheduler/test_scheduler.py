@@ -160,6 +160,19 @@ def test_tokens_are_those_of_the_prompt_alone(depth: int, caching: bool) -> None
     harness.assert_idle()
 
 
+def test_a_place_in_the_batch_is_counted_once() -> None:
+    """Where a request's last step is not back, the next one has its place already, and both hold a row."""
+    harness = Harness(2, max_num_seqs=2, num_rows=4)
+    requests = [harness.add([1, 2, i], max_tokens=1 if i == 0 else 6, seed=i) for i in range(3)]
+    assert harness.publish() and harness.publish()
+    scheduler = harness.scheduler
+    assert (scheduler.num_admitted, scheduler.num_running, scheduler.num_waiting) == (3, 2, 0)
+    harness.run()
+    for request in requests:
+        harness.assert_right(request)
+    harness.assert_idle()
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_a_small_pool_preempts_and_changes_nothing(depth: int, policy: str) -> None:
