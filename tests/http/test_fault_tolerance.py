@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -84,6 +85,29 @@ def test_a_command_is_accepted_then_polled(two: Server) -> None:
     assert figures[f'slipring:fault_recovery_seconds_count{{engine="{rank}",model_name="smollm2"}}'] == 1
     status, answer = call(two, "/fault_tolerance/apply", {"instruction": "retry"})
     assert status == 202 and answer["request_id"], "as in vLLM, also when there is nothing to retry"
+
+
+def test_the_status_answers_while_a_worker_stands_still(two: Server) -> None:
+    """A stopped worker neither ends nor answers; the loop waits for nobody."""
+    ask = {"prompt": "a", "max_tokens": 3, "ignore_eos": True}
+    pinned = {**KEY, "X-data-parallel-rank": "0"}
+    pids = two.worker_pids
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(call, two, "/v1/completions", ask, pinned)
+            poll(two, lambda ranks: metrics(two)['vllm:num_requests_running{engine="0",model_name="smollm2"}'] == 1)
+            status, ranks = call(two, "/v1/fault_tolerance/status")
+            assert status == 200 and {entry["status"] for entry in ranks.values()} == {"healthy"}
+            assert not waiting.done(), "its step is not back"
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+            status, answer = waiting.result()
+            assert status == 200 and answer["usage"]["completion_tokens"] == 3
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("rank", ["2", "-1", "one", "1.0", ""])
