@@ -42,6 +42,7 @@ class Completion:
         "finished",
         "first_token_at",
         "generation",
+        "has_moved",
         "index",
         "last_token_at",
         "metrics",
@@ -76,6 +77,8 @@ class Completion:
         """Every token that was pushed, whether its text is held back or not."""
         self.replica: Replica | None = None
         """Who computes it, once that is decided (`place`)."""
+        self.has_moved = False
+        """It was in flight when a worker broke, and went on with another replica."""
         self.wants_logprobs = request.params.logprobs >= 0
         self._scores: list[NDArray[np.int32]] | None = [] if request.params.prompt_logprobs >= 0 else None
         """What has come of the prompt's log-probabilities, until the first delta takes it along."""

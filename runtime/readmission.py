@@ -22,6 +22,19 @@ def num_scored(request: Request) -> int:
     return request.owner.num_scored if request.owner is not None else 0
 
 
+def may_leave(request: Request, in_flight: bool) -> bool:
+    """Whether it may go on with another replica while its own recovers.
+
+    Not when the client has chosen the replica. What was in flight when the worker broke may have broken it, and must
+    not break another one: it has to have drawn a token since it was admitted, and it moves but once.
+    """
+    completion = request.owner
+    if completion is None or completion.generation.data_parallel_rank is not None:
+        return False
+    num_known = len(request.token_ids) - request.num_prompt
+    return not in_flight or (len(completion.token_ids) > num_known and not completion.has_moved)
+
+
 def share_prefixes(requests: Sequence[Request], block_size: int) -> None:
     """Let each request wait for an earlier one that has the same longest prefix, so that it is computed once.
 

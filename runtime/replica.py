@@ -22,7 +22,7 @@ from slipring.runtime.epoch import Epoch
 from slipring.runtime.flight_recorder import FlightRecorder, Record, record_of
 from slipring.runtime.garbage import IdleCollector, NullCollector
 from slipring.runtime.metrics import Metrics
-from slipring.runtime.readmission import known_tokens, num_scored, share_prefixes
+from slipring.runtime.readmission import known_tokens, may_leave, num_scored, share_prefixes
 from slipring.runtime.rendezvous import Rendezvous
 from slipring.runtime.restarts import RestartPolicy
 from slipring.runtime.step_loop import Fault, StepLoop
@@ -64,6 +64,10 @@ class Watcher(Protocol):
 
     def on_replay(self, replica: Replica, num_requests: int) -> None:
         """So many requests go in line again, after a fault."""
+        ...
+
+    def on_stranded(self, replica: Replica, requests: list[Request]) -> list[Request]:
+        """These would wait until the replica has recovered, most urgent first. Returns those that go elsewhere."""
         ...
 
     def on_guilty(self, replica: Replica, request: Request, reason: str) -> None:
@@ -138,8 +142,9 @@ class Replica:
     @property
     def load(self) -> tuple[int, int]:
         """(running, waiting) requests."""
-        running = scheduler.num_running if (scheduler := self.scheduler) is not None else 0
-        return running, len(self._requests) - running
+        if (scheduler := self.scheduler) is None:
+            return 0, len(self._requests)
+        return scheduler.num_running, len(self._requests) - scheduler.num_admitted
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -424,8 +429,10 @@ class Replica:
             if not loop.epoch.closed:  # else there was no room for a new one: nothing ran that could tell anything
                 record = self._look_back(loop)
                 loop.salvage()
-                self._search_guilty(loop.requests_in_flight())
+                in_flight = loop.requests_in_flight()
+                self._search_guilty(in_flight)
                 loop.close()
+                self._offer(in_flight)
                 await self._write(loop, record)
         delay_s = self._restarts.next_delay_s(time.monotonic())
         if delay_s is None:
@@ -539,6 +546,27 @@ class Replica:
             guilty.status = RequestStatus.FINISHED
             reason = f"this request ends every worker that computes it, so it is given up: {self.fault.reason}"
             self._watcher.on_guilty(self, guilty, reason)
+
+    def _offer(self, in_flight: list[Request]) -> None:
+        """Requests that need not wait for the next epoch go on elsewhere, where there is room."""
+        leaving = [
+            request
+            for request in self._requests.values()
+            if not self._suspects.suspects(request) and may_leave(request, request in in_flight)
+        ]
+        for request in self._watcher.on_stranded(self, self._in_order(leaving)) if leaving else ():
+            del self._requests[id(request)]
+            self._suspects.forget(request)
+            if request in in_flight:
+                request.owner.has_moved = True
+
+    def has_room_for(self, request: Request) -> bool:
+        """It would be computed at once."""
+        scheduler = self.scheduler
+        if scheduler is None or sum(self.load) >= self._config.user.max_num_seqs:
+            return False
+        num_free = scheduler.pool.num_free * self._config.user.block_size
+        return num_free - scheduler.waiting.num_tokens > len(request.token_ids)
 
     def _recovery_is_late(self) -> None:
         self._recovery_timer = None

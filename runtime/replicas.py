@@ -1,7 +1,7 @@
 """`Replicas`: all replicas of an engine on its one loop. Starts them, finds a place for each request, sums them up.
 
-A request stays with its replica through faults and recoveries. Only when a replica gives requests up (it is dead or
-was removed) do they move to another one; where there is none, or the engine was told to abort, they end.
+While a replica recovers, its requests go on with others that have room for them; the rest waits for it. When it gives
+requests up (it is dead or was removed) all move; where there is nobody, or the engine was told to abort, they end.
 """
 
 from __future__ import annotations
@@ -116,6 +116,9 @@ class Replicas:
                 raise Unavailable(f"data-parallel rank {pinned} takes no requests now: it is {state}")
         if not open_to:
             raise Unavailable(self.reason or "no replica takes requests now")
+        return self._prefer(open_to, hashes, session)
+
+    def _prefer(self, open_to: list[Replica], hashes: list[bytes], session: str | None) -> Replica:
         if len(open_to) == 1:
             return open_to[0]
         candidates = [Candidate(each.rank, *each.load, each.num_matching(hashes)) for each in open_to]
@@ -183,8 +186,32 @@ class Replicas:
         replica.metrics.faults.num_guilty += 1
         self._fail([request], reason)
 
+    def on_stranded(self, replica: Replica, requests: list[Request]) -> list[Request]:
+        if self._config.user.on_fault == "abort":
+            return []
+        moved = [request for request in requests if self._move(request, self._others(replica))]
+        if moved:
+            replica.metrics.faults.num_replayed += len(moved)
+            logger.warning("replica %d recovers; %d of its requests go on elsewhere", replica.rank, len(moved))
+        return moved
+
+    def _move(self, request: Request, others: list[Replica]) -> bool:
+        """Where it is computed at once, and by preference where most of it is known."""
+        if not (free := [other for other in others if other.has_room_for(request)]):
+            return False
+        target = self._prefer(free, request.block_hashes, request.owner.generation.session)
+        request.owner.place(target)
+        leader = request.leader
+        if leader is not None and (leader.owner is None or leader.owner.replica is not target):
+            request.leader = request.num_shared_blocks = None  # a row of another replica's would be waited for
+        target.add(request)
+        return True
+
+    def _others(self, replica: Replica) -> list[Replica]:
+        return [other for other in self._all if other is not replica and other.state is State.HEALTHY]
+
     def on_homeless(self, replica: Replica, requests: list[Request], reason: str) -> None:
-        elsewhere = [other for other in self._all if other is not replica and other.state is State.HEALTHY]
+        elsewhere = self._others(replica)
         if not elsewhere or (self._config.user.on_fault == "abort" and replica.state is not State.DRAINED):
             self._fail(requests, reason)
             return

@@ -31,6 +31,10 @@ class Suspects:
     def is_searching(self) -> bool:
         return bool(self._tried or self._held)
 
+    def suspects(self, request: Request) -> bool:
+        """It is held back or on trial."""
+        return request in self._tried or self.holds_back(request)
+
     def holds_back(self, request: Request) -> bool:
         return any(request in group for group in self._held)
 

@@ -89,9 +89,10 @@ class Server:
             return response.read().decode()
 
     def gauge(self, name: str) -> float:
-        """A metric's value from /metrics, by the beginning of its line."""
-        (line,) = [line for line in self.get("/metrics").splitlines() if line.startswith((name + " ", name + "{"))]
-        return float(line.rsplit(" ", 1)[1])
+        """A metric's value from /metrics, by the beginning of its line; the sum over replicas."""
+        lines = [line for line in self.get("/metrics").splitlines() if line.startswith((name + " ", name + "{"))]
+        assert lines, f"there is no {name}"
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def post(self, path: str, body: dict[str, Any], timeout: float = 120) -> dict[str, Any]:
         request = urllib.request.Request(
