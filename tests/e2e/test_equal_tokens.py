@@ -17,8 +17,8 @@ import uvloop
 
 from slipring.runtime.config import EngineConfig
 from slipring.runtime.engine import Engine
-from slipring.runtime.metrics import Stats
 from slipring.runtime.request import Delta, GenerationRequest
+from slipring.runtime.stats import Stats
 from slipring.shm.params import SamplingParams
 
 TEXT = "the ocean is wide and a small boat goes over it while people on land wait for news of rain wind or fish"

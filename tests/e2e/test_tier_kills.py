@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from slipring.runtime.metrics import Stats
+from slipring.runtime.stats import Stats
 from slipring.runtime.tiers.file_store import FileStore
 from tests.e2e.tier_rig import Answer, ask, finished, free_port, running, save_tiny_model, settled, tiny, tiny_tiers
 

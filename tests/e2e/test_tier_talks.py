@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from slipring.runtime.metrics import Stats
+from slipring.runtime.stats import Stats
 from slipring.runtime.step_loop import StepLoop
 from slipring.runtime.tiers.jobs import StoreThreads
 from slipring.scheduler.offload.offload import Offload

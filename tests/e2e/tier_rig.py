@@ -19,8 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from slipring.runtime.config import EngineConfig
 from slipring.runtime.engine import Engine
-from slipring.runtime.metrics import Stats
 from slipring.runtime.request import Delta, GenerationRequest
+from slipring.runtime.stats import Stats
 from slipring.scheduler.offload.offload import Offload
 from slipring.shm.params import SamplingParams
 from tests.small_model import save_random
