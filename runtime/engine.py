@@ -7,7 +7,6 @@ blocks; their pieces come to one sink, told apart by `Delta.index`. All methods 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 import secrets
 import time
@@ -20,34 +19,32 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from slipring.runtime.admission import Admission
 from slipring.runtime.chat_template import ChatTemplate
 from slipring.runtime.completion import Completion
 from slipring.runtime.config import ConfigError, EngineConfig, ResolvedConfig, resolve
-from slipring.runtime.detokenizer import Detokenizer
 from slipring.runtime.fault_tolerance import FaultTolerance
 from slipring.runtime.garbage import IdleCollector
 from slipring.runtime.grammar import GrammarCompiler, GrammarSpec
 from slipring.runtime.model import ModelError, open_model
 from slipring.runtime.replica import Replica, ReplicaDeadError
-from slipring.runtime.replicas import Replicas, Unavailable
+from slipring.runtime.replicas import Replicas
 from slipring.runtime.request import (
     ContextLengthError,
     EngineDeadError,
     GenerationRequest,
     InvalidRequestError,
-    QueueFullError,
     Sink,
-    check_request,
 )
+from slipring.runtime.startup import StartupError, StartupEvent, fit_context, open_tiers
 from slipring.runtime.stats import Stats, stats_of
 from slipring.runtime.tiers.kv_tiers import KvTiers, TierSetupError
 from slipring.runtime.tokenizer import Tokenizer
 from slipring.scheduler.offload.key import offload_key
 from slipring.scheduler.prefix_cache import chain_root, extend_chain
-from slipring.scheduler.request import FinishReason, Request, TierLimits
+from slipring.scheduler.request import FinishReason, Request
 from slipring.shm import wire
 from slipring.shm.grammar import Grammar
-from slipring.shm.pages import PageShape
 
 __all__ = ["ConfigError", "Engine", "Health", "HealthState", "ModelError", "StartupError", "StartupEvent"]
 
@@ -57,9 +54,6 @@ _CHARACTERS_PER_TOKEN = 128
 """No text has so many characters for each of its tokens."""
 _TEXT_THREADS = 2
 """Long texts at work at once; more wait their turn, so that they cannot crowd out the loop."""
-_HASH_SLICE = 512
-"""Blocks hashed in one turn of the loop, about half a millisecond. A thread would hold the interpreter's lock for
-longer than that at a time."""
 
 
 T = TypeVar("T")
@@ -79,23 +73,6 @@ class Health(msgspec.Struct, frozen=True):
     reason: str | None = None
 
 
-class StartupEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine is busy with while it starts. `done` of `total` bytes while weights load."""
-
-    phase: str
-    seconds: float = 0.0
-    done: int = 0
-    total: int = 0
-    final: bool = False
-    """The phase is over; `seconds` is how long it took."""
-    note: str | None = None
-    """Something to be told besides; then nothing else in here means anything."""
-
-
-class StartupError(Exception):
-    """The engine cannot start; the message says why and what to do."""
-
-
 class Engine:
     def __init__(self, config: EngineConfig) -> None:
         """Read the model's metadata. Raises ModelError or ConfigError, whose messages name the fix."""
@@ -107,16 +84,9 @@ class Engine:
         self.max_queued_tokens = config.max_queued_tokens
         self.tokenizer: Tokenizer
         self.chat_template: ChatTemplate | None = None
-        self._num_rejected = 0
         self._live: dict[str, list[Completion]] = {}
-        self._num_hashing = 0
-        """Prompt tokens of requests that are not in line yet, because their prompts are being hashed."""
         self._state = HealthState.STARTING
         self._dead_reason: str | None = None
-        self._eos = frozenset(self.spec.eos_token_ids)
-        self.paused = False
-        self._held: dict[str, list[Request]] = {}
-        """By request id, completions of requests that arrived while paused."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._ended = asyncio.Event()
@@ -126,6 +96,7 @@ class Engine:
         self._grammars = GrammarCompiler(self.spec)
         self._seeds = secrets.SystemRandom() if config.seed == 0 else np.random.default_rng(config.seed)
         self._replicas: Replicas
+        self._admission: Admission
         self.fault_tolerance: FaultTolerance
         self._tiers: KvTiers | None = None
 
@@ -140,7 +111,7 @@ class Engine:
             tell(StartupEvent(phase="load weights", done=progress.done, total=progress.total))
 
         try:
-            self._tiers = await self._open_tiers()
+            self._tiers = await open_tiers(self.config, self.spec)
             self._replicas = Replicas(
                 self.config,
                 self.spec,
@@ -163,7 +134,9 @@ class Engine:
             for phase in ready[0].phase_seconds:
                 seconds = max(each.phase_seconds.get(phase, 0.0) for each in ready)
                 tell(StartupEvent(phase=phase, seconds=seconds, final=True))
-            self._fit_context(min(ready, key=lambda each: each.num_blocks), tell)
+            self.config = fit_context(self.config, min(ready, key=lambda each: each.num_blocks), tell)
+            self.max_model_len = self.config.max_model_len
+            self._replicas.begin(self.config)
         except (ReplicaDeadError, ModelError, ConfigError, OSError) as error:
             explained = isinstance(error, ReplicaDeadError) and error.explained
             last = "" if explained else "\n".join(self._replicas.last_lines)
@@ -174,22 +147,10 @@ class Engine:
                 self._close_tiers()
                 starting.cancel()
                 await asyncio.gather(starting, return_exceptions=True)
+        self._admission = Admission(
+            self.config, self.spec, self.tokenizer, self._replicas, self._tiers, self._fail_requests
+        )
         self._state = HealthState.HEALTHY
-
-    async def _open_tiers(self) -> KvTiers | None:
-        config = self.config
-        if config.kv_transfer is None:
-            return None
-        shape = PageShape.of(self.spec, config.user.block_size, config.dtype)
-        loop = asyncio.get_running_loop()
-        # Off the loop: a directory is looked through, a service is asked what it holds.
-        tiers = await asyncio.to_thread(KvTiers, config.kv_transfer, self.spec, shape, config.dtype, loop)
-        try:
-            await tiers.start()
-        except TierSetupError:
-            tiers.close()
-            raise
-        return tiers
 
     def _close_tiers(self) -> None:
         if self._tiers is not None:
@@ -198,30 +159,6 @@ class Engine:
 
     def _load_text(self) -> tuple[Tokenizer, ChatTemplate | None]:
         return self._model.tokenizer(), self._model.chat_template()
-
-    def _fit_context(self, ready: wire.Ready, tell: Callable[[StartupEvent], None]) -> None:
-        """No request may be longer than the whole pool, so the context ends where the pool does."""
-        capacity = ready.num_blocks * self.config.user.block_size
-        user = self.config.user
-        if capacity < self.max_model_len and user.max_model_len is not None:
-            need = -(-self.max_model_len // user.block_size) * ready.block_bytes
-            raise ConfigError(
-                f"--max-model-len {self.max_model_len} needs {need / 2**20:.0f} MiB of KV cache, and there are "
-                f"{ready.num_blocks * ready.block_bytes / 2**20:.0f} MiB: use --max-model-len {capacity} or less, "
-                f"or --kv-cache-memory-bytes {need}"
-            )
-        if capacity < self.max_model_len:
-            tell(
-                StartupEvent(
-                    phase="note",
-                    note=f"the context is cut from {self.max_model_len} to {capacity} tokens: the KV cache holds "
-                    f"{ready.num_blocks} blocks; --kv-cache-memory-bytes makes it larger",
-                )
-            )
-        self.max_model_len = min(self.max_model_len, capacity)
-        changes = {"max_model_len": self.max_model_len, "num_blocks": ready.num_blocks}
-        self.config = msgspec.structs.replace(self.config, **changes)
-        self._replicas.begin(self.config)
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new work and let what is live finish; after `timeout_s` the rest ends with an error."""
@@ -279,14 +216,17 @@ class Engine:
         """
         if self._state is not HealthState.HEALTHY:
             raise EngineDeadError(self._dead_reason or f"the engine is {self._state.value}")
-        self._choose([], generation)  # that there is one; which one, its prefixes will tell
-        prompt = self._check(generation)
-        completions = self._make_completions(generation, prompt, sink)
+        self._admission.choose([], generation)  # that there is one; which one, its prefixes will tell
+        if generation.request_id in self._live:
+            raise InvalidRequestError(f"request id {generation.request_id!r} is in use", "request_id")
+        prompt = self._admission.check(generation)
+        completions = self._admission.make(
+            generation, prompt, functools.partial(self._deliver, generation.request_id, sink)
+        )
         self._live[generation.request_id] = completions
         self._idle.clear()
-        self._num_hashing += len(prompt) * generation.n
         try:
-            self._enqueue([completion.request for completion in completions])
+            self._admission.enter(completions)
         except BaseException:
             self.abort(generation.request_id)
             raise
@@ -317,19 +257,20 @@ class Engine:
 
     def pause(self, freeze: bool = False) -> None:
         """Take requests but start none; with `freeze` those that are running stop where they are, too."""
-        self.paused = True
+        self._admission.paused = True
         self._replicas.freeze(freeze)
 
     def resume(self) -> None:
-        self.paused = False
         self._replicas.freeze(False)
-        held, self._held = self._held, {}
-        for requests in held.values():
-            self._enqueue(requests)
+        self._admission.resume()
+
+    @property
+    def paused(self) -> bool:
+        return self._admission.paused
 
     async def wait_paused(self) -> None:
         """Until nothing runs any more, or somebody has resumed."""
-        while self.paused and len(self._live) > len(self._held):
+        while self.paused and len(self._live) > self._admission.num_held:
             self._ended.clear()
             await self._ended.wait()
 
@@ -387,75 +328,10 @@ class Engine:
     def stats(self) -> Stats:
         return Stats(
             by_rank=tuple(stats_of(replica, self.config) for replica in self._replicas),
-            num_rejected=self._num_rejected,
+            num_rejected=self._admission.num_rejected,
             tiers=None if self._tiers is None else self._tiers.stats(),
             num_in_state=self._replicas.num_in_state(),
         )
-
-    def _check(self, generation: GenerationRequest) -> np.ndarray:
-        if generation.request_id in self._live:
-            raise InvalidRequestError(f"request id {generation.request_id!r} is in use", "request_id")
-        check_request(generation, self.spec.vocab_size)
-        if generation.params.embedding_size not in (0, min(self.spec.hidden_size, wire.REPORT_WORDS)):
-            most = f"at most {wire.REPORT_WORDS} can be reported"
-            raise InvalidRequestError(f"the model's state has {self.spec.hidden_size} numbers, and {most}", "model")
-        prompt = np.asarray(generation.prompt_token_ids, np.int64)
-        if prompt.ndim != 1 or prompt.size == 0:
-            raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
-        if prompt.min() < 0 or prompt.max() >= self.spec.vocab_size:
-            raise InvalidRequestError(f"token ids must be from 0 to {self.spec.vocab_size - 1}", "prompt")
-        if prompt.size + min(1, generation.params.max_tokens) > self.max_model_len:
-            raise ContextLengthError(
-                f"This model's maximum context length is {self.max_model_len} tokens, and the prompt has "
-                f"{prompt.size}: it must leave room for at least one new token.",
-                "prompt",
-            )
-        self._check_queue(generation.n, int(prompt.size))
-        return prompt.astype(np.int32)
-
-    def _check_queue(self, n: int, num_tokens: int) -> None:
-        """Bounded in requests and in tokens; a lone request always passes."""
-        user = self.config.user
-        waiting = sum(replica.load[1] for replica in self._replicas) + len(self._held)
-        tokens = sum(replica.num_waiting_tokens for replica in self._replicas) + self._num_hashing
-        full = waiting + n > user.max_queued_requests or tokens + n * num_tokens > user.max_queued_tokens
-        if full and (waiting or tokens):
-            self._num_rejected += 1
-            raise QueueFullError(
-                f"{waiting} requests with {tokens} tokens are waiting already "
-                f"(--max-queued-requests {user.max_queued_requests}, --max-queued-tokens {user.max_queued_tokens})"
-            )
-
-    def _make_completions(self, generation: GenerationRequest, prompt: np.ndarray, sink: Sink) -> list[Completion]:
-        room = self.max_model_len - len(prompt)
-        max_tokens = min(generation.params.max_tokens, room)
-        arrival = time.monotonic()
-        sink_when_ended = functools.partial(self._deliver, generation.request_id, sink)
-        completions: list[Completion] = []
-        nowhere_yet = self._replicas[0].metrics
-        for index in range(generation.n):
-            request = Request(
-                prompt,
-                msgspec.structs.replace(generation.params, choice=index, max_tokens=max_tokens),
-                arrival=arrival,
-                priority=generation.priority,
-                cache_salt=generation.cache_salt,
-                tier_limits=self._tier_limits(generation, len(prompt)),
-                leader=completions[0].request if completions else None,
-                # Where a grammar leaves nothing else, a request ends even if it would ignore ends of sequence.
-                stop_token_ids=self._eos if generation.grammar is not None else (),
-            )
-            detokenizer = Detokenizer(
-                self.tokenizer,
-                generation.stop,
-                generation.include_stop_str_in_output,
-                generation.skip_special_tokens,
-                generation.params.min_tokens,
-            )
-            completions.append(
-                Completion(generation, index, request, detokenizer, self._eos, sink_when_ended, nowhere_yet)
-            )
-        return completions
 
     # --- pages of KV for other instances, and from them -----------------------------------------------------------
 
@@ -481,51 +357,6 @@ class Engine:
         )
         return await self._tiers.stored([offload_key(block_hash) for block_hash in hashes], timeout_s)
 
-    def _tier_limits(self, generation: GenerationRequest, num_prompt: int) -> TierLimits:
-        limits = generation.tier_limits
-        if self._tiers is None or not self._tiers.prompts_only:
-            return limits
-        most = num_prompt if limits.max_store_tokens is None else min(num_prompt, limits.max_store_tokens)
-        return dataclasses.replace(limits, max_store_tokens=most)
-
-    def _enqueue(self, requests: list[Request]) -> None:
-        """Hash the prompt, a slice each turn of the loop, then hand over what was not aborted in the meantime."""
-        first = requests[0]
-        live = [request for request in requests if request.owner is not None and not request.owner.finished]
-        if not live:
-            self._num_hashing -= first.num_prompt * len(requests)
-            return
-        if self.paused:
-            self._held[live[0].owner.request_id] = requests
-            return
-        if self.config.user.enable_prefix_caching and not first.hash_prompt(self.config.user.block_size, _HASH_SLICE):
-            asyncio.get_running_loop().call_soon(self._enqueue, requests)
-            return
-        self._num_hashing -= first.num_prompt * len(requests)
-        try:
-            replica = self._choose(first.block_hashes, live[0].owner.generation)
-        except EngineDeadError as error:  # since the submission
-            self._fail_requests(live, str(error))
-            return
-        replica.metrics.prompt_tokens += first.num_prompt
-        for request in live:
-            request.block_hashes = first.block_hashes.copy()
-            request.owner.place(replica)
-            replica.add(request)
-
-    def _choose(self, hashes: list[bytes], generation: GenerationRequest) -> Replica:
-        """Raises InvalidRequestError or EngineDeadError."""
-        rank = generation.data_parallel_rank
-        if rank is not None and not 0 <= rank < len(self._replicas):
-            raise InvalidRequestError(
-                f"data_parallel_rank {rank} is out of range: there are {len(self._replicas)} ranks, from 0",
-                "X-data-parallel-rank",
-            )
-        try:
-            return self._replicas.choose(hashes, rank, generation.session)
-        except Unavailable as error:
-            raise EngineDeadError(str(error)) from None
-
     def _deliver(self, request_id: str, sink: Sink, delta) -> None:
         if delta.finish_reason is not None:
             completions = self._live.get(request_id)
@@ -535,10 +366,7 @@ class Engine:
         sink(delta)
 
     def _forget(self, request_id: str, completions: list[Completion]) -> None:
-        if (held := self._held.pop(request_id, None)) is not None:
-            self._num_hashing -= held[0].num_prompt * len(held)
-        if not any(completion.replica for completion in completions):  # it ended before it was in any line
-            completions[0].metrics.prompt_tokens += completions[0].request.num_prompt
+        self._admission.forget(request_id, completions)
         for completion in completions:
             completion.request.owner = None  # the two hold each other: no cycle is left for the collector
         self._ended.set()

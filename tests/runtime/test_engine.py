@@ -610,7 +610,7 @@ def test_what_is_aborted_while_paused_counts_no_more() -> None:
             kept = submit(engine, ask([1, 2]))
             engine.resume()
             await kept.wait()
-            assert engine._num_hashing == 0 and not engine._held
+            assert engine._admission._num_hashing == 0 and not engine._admission.num_held
             await settled(engine)
 
     run(scenario())
