@@ -11,6 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
+from slipring.runtime.cpu_features import lacks_bfloat16
 from slipring.runtime.machine import Machine
 
 INSTALL_CUDA = "pip install 'slipring[cuda]'"
@@ -91,6 +92,9 @@ def _cpu(machine: Machine) -> Iterator[Finding]:
     yield Finding("CPU", Level.OK, words)
     if machine.architecture not in ("x86_64", "AMD64"):
         yield Finding("CPU", Level.NOTE, "not x86-64: processes wake each other through the kernel and never spin")
+    if lacks_bfloat16(machine.cpu_features):
+        text = "no bf16 instructions: --dtype bfloat16 is several times slower here than float32, which auto takes"
+        yield Finding("CPU", Level.NOTE, text)
     if machine.cpu_quota is not None and machine.cpu_quota < machine.cpus:
         quota = max(1, int(machine.cpu_quota))
         text = f"the container may use {machine.cpu_quota:g} of the {machine.cpus} CPUs it sees"

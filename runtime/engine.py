@@ -36,7 +36,7 @@ from slipring.runtime.request import (
     InvalidRequestError,
     Sink,
 )
-from slipring.runtime.startup import StartupError, StartupEvent, fit_context, open_tiers
+from slipring.runtime.startup import StartupError, StartupEvent, advise, fit_context, open_tiers
 from slipring.runtime.stats import Stats, stats_of
 from slipring.runtime.tiers.kv_tiers import KvTiers, TierSetupError
 from slipring.runtime.tokenizer import Tokenizer
@@ -106,6 +106,7 @@ class Engine:
         """Spawn the workers and wait until all can serve. Raises StartupError; nothing is left running then."""
         tell = on_event or (lambda event: None)
         began = time.monotonic()
+        advise(self.config, tell)
 
         def on_progress(progress: wire.Progress) -> None:
             tell(StartupEvent(phase="load weights", done=progress.done, total=progress.total))

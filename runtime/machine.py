@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from slipring.runtime.config import available_cpus
+from slipring.runtime.cpu_features import cpu_features
 from slipring.shm.memory import available_bytes
 
 _NVIDIA, _AMD = "0x10de", "0x1002"
@@ -78,7 +79,7 @@ def inspect_machine(root: Path = Path("/")) -> Machine:
         cpu=_first(r"^model name\s*: (.+)$", cpuinfo),
         cpus=available_cpus(),
         cpu_quota=_cpu_quota(root),
-        cpu_features=tuple(sorted(_first(r"^(?:flags|Features)\s*: (.+)$", cpuinfo).split())),
+        cpu_features=cpu_features(root),
         memory_bytes=int(_first(r"^MemTotal:\s+(\d+)", _read(root / "proc/meminfo")) or 0) * 1024,
         available_bytes=_available(root),
         shm_bytes=shm[0],

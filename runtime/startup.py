@@ -8,6 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from slipring.runtime.config import ConfigError, ResolvedConfig
+from slipring.runtime.cpu_features import cpu_features, lacks_bfloat16
 from slipring.runtime.tiers.kv_tiers import KvTiers, TierSetupError
 from slipring.shm import wire
 from slipring.shm.pages import PageShape
@@ -32,6 +33,16 @@ class StartupError(Exception):
 
 
 Tell = Callable[[StartupEvent], None]
+
+
+def advise(config: ResolvedConfig, tell: Tell) -> None:
+    """Settings that can be served, and hardly be meant."""
+    if config.device == "cpu" and config.dtype == "bfloat16" and lacks_bfloat16(cpu_features()):
+        note = (
+            "this CPU has no bf16 instructions (AVX512_BF16, AMX): --dtype bfloat16 is several times slower than "
+            "float32 here; leave it out"
+        )
+        tell(StartupEvent(phase="note", note=note))
 
 
 async def open_tiers(config: ResolvedConfig, spec: ModelSpec) -> KvTiers | None:
