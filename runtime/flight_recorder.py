@@ -17,7 +17,8 @@ from pathlib import Path
 import msgspec
 
 from slipring.runtime.epoch import Epoch
-from slipring.runtime.step_loop import Fault, StepLoop
+from slipring.runtime.fault import Fault
+from slipring.runtime.step_loop import StepLoop
 from slipring.shm.layout import Phase
 from slipring.shm.ring import Ring
 from slipring.shm.wire import SlotKind, StepFlag, StepInputView, StepOutputView

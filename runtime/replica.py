@@ -1,9 +1,9 @@
 """`Replica`: what survives its workers. Owns the requests of one data-parallel rank, and its sentinel.
 
-A request is in `_requests` from `add` to its end, wherever it is: in the scheduler, waiting for a worker, or held
-back. Its completion knows every token that its client has been given, so a new epoch needs nothing of the last one:
-`_readmit` makes a new scheduler and puts every request in line with its prompt and those tokens. They are computed
-again (a preemption does the same), and sampler, penalties and stop strings go on where they were.
+A request is in the `RequestBook` from `add` to its end. Its completion knows every token that its client has been
+given, so a new epoch needs nothing of the last one: `_serve` makes a new scheduler and puts every request in line with
+its prompt and those tokens. They are computed again (a preemption does the same), and sampler, penalties and stop
+strings go on where they were.
 
 The sentinel (`supervisor.py`) decides, this acts: each action of its table is one method here. Whoever watches is told
 of a new state before anything is done about it. Everything in here runs on the event loop's thread.
@@ -14,20 +14,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Container, Coroutine, Iterable
+from collections.abc import Callable, Container, Coroutine
 from typing import Any, Protocol
 
 from slipring.runtime.config import ResolvedConfig
 from slipring.runtime.epoch import Epoch
+from slipring.runtime.fault import Fault
 from slipring.runtime.flight_recorder import FlightRecorder, Record, record_of
 from slipring.runtime.garbage import IdleCollector, NullCollector
 from slipring.runtime.metrics import Metrics
-from slipring.runtime.readmission import known_tokens, may_leave, num_scored, share_prefixes
+from slipring.runtime.readmission import share_prefixes
 from slipring.runtime.rendezvous import Rendezvous
+from slipring.runtime.request_book import RequestBook
 from slipring.runtime.restarts import RestartPolicy
-from slipring.runtime.step_loop import Fault, StepLoop
+from slipring.runtime.step_loop import StepLoop
 from slipring.runtime.supervisor import SERVING, Action, Event, Sentinel, State
-from slipring.runtime.suspects import Suspects
 from slipring.runtime.tiers.kv_tiers import KvTiers
 from slipring.scheduler.block_pool import BlockPool
 from slipring.scheduler.offload.offload import NullOffload, Offload, OffloadPort
@@ -99,13 +100,12 @@ class Replica:
         self._tiers = tiers
         self._sentinel = Sentinel()
         self._loop = asyncio.get_running_loop()
-        self._requests: dict[int, Request] = {}
+        self._requests = RequestBook(config.user.block_size)
         self._counters = Counters()
         self.metrics = Metrics()
         self._restarts = RestartPolicy()
         self._cost = StepCost()
         """A new worker's steps cost what the last one's did."""
-        self._suspects = Suspects()
         self._recorder = FlightRecorder(config.user.flight_recorder_dir)
         self._collector: NullCollector | IdleCollector = NullCollector()
         self._started: asyncio.Future[wire.Ready] = self._loop.create_future()
@@ -151,7 +151,7 @@ class Replica:
         scheduler = self.scheduler
         if scheduler is not None:
             return scheduler.waiting.num_tokens
-        return sum(len(request.token_ids) for request in self._requests.values())
+        return self._requests.num_tokens
 
     @property
     def worker_pid(self) -> int:
@@ -176,6 +176,14 @@ class Replica:
         """How many leading blocks of a prompt are in this replica's prefix index."""
         scheduler = self.scheduler
         return 0 if scheduler is None else len(scheduler.pool.match(hashes))
+
+    def has_room_for(self, request: Request) -> bool:
+        """It would be computed at once."""
+        scheduler = self.scheduler
+        if scheduler is None or sum(self.load) >= self._config.user.max_num_seqs:
+            return False
+        num_free = scheduler.pool.num_free * self._config.user.block_size
+        return num_free - scheduler.waiting.num_tokens > len(request.token_ids)
 
     # --- life ---------------------------------------------------------------------------------------------------
 
@@ -235,17 +243,17 @@ class Replica:
 
     def add(self, request: Request) -> None:
         """Put a request in line; without a worker it waits for the next one."""
-        self._requests[id(request)] = request
+        self._requests.add(request)
         if self.state in SERVING:
             self.step_loop.add(request)
 
     def abort(self, request: Request) -> None:
-        if self._requests.pop(id(request), None) is None:
+        if not self._requests.remove(request):
             return
         if self.state in SERVING:
             self.step_loop.abort(request)
         request.status = RequestStatus.FINISHED
-        self._release(self._suspects.forget(request))
+        self._release(self._requests.ended(request))
         self._tell_when_empty()
 
     def freeze(self, frozen: bool) -> None:
@@ -293,11 +301,7 @@ class Replica:
     def on_delivered(self, num_tokens: int, ended: list[Request]) -> None:
         if num_tokens:
             self._restarts.progressed()
-        for request in ended:
-            self._requests.pop(id(request), None)
-            self._release(self._suspects.forget(request))
-        if self._suspects.is_searching:
-            self._release(self._suspects.progressed())
+        self._release(self._requests.delivered(ended))
         if ended:
             self._tell_when_empty()
 
@@ -345,7 +349,7 @@ class Replica:
         scheduler.frozen = self._is_frozen
         self.step_loop.begin(scheduler, self._collector)
         self._watcher.on_replay(self, len(self._requests))
-        for request in self._in_order(request for request in self._requests.values() if not self._is_held(request)):
+        for request in self._requests.ready():
             self.step_loop.add(request)
         self._keep_spare()
 
@@ -385,9 +389,7 @@ class Replica:
 
     def _hand_over(self) -> None:
         reason = self.fault.reason if self.fault else f"the replica is {self.state.value}"
-        requests, self._requests = self._in_order(self._requests.values()), {}
-        self._suspects = Suspects()
-        self._watcher.on_homeless(self, requests, reason)
+        self._watcher.on_homeless(self, self._requests.take_all(), reason)
 
     def _bury(self) -> None:
         if not self._started.done():
@@ -519,54 +521,20 @@ class Replica:
         self._leaving.discard(spare)
         spare.close()
 
-    def _is_held(self, request: Request) -> bool:
-        """Suspected, and not on trial now. It is made ready all the same: its trial may begin any time."""
-        if held := self._suspects.holds_back(request):
-            self._make_ready(request)
-        return held
-
-    def _in_order(self, requests: Iterable[Request]) -> list[Request]:
-        """In their old order, each with the tokens that its client has been given."""
-        found = sorted(requests, key=lambda request: request.key)
-        for request in found:
-            self._make_ready(request)
-        share_prefixes(found, self._config.user.block_size)
-        return found
-
-    def _make_ready(self, request: Request) -> None:
-        request.restart(known_tokens(request), num_scored(request), self._config.user.block_size)
-
     def _search_guilty(self, in_flight: list[Request]) -> None:
         """The worker died under these."""
-        learned, guilty = self._suspects.died(in_flight)
+        learned, guilty = self._requests.died(in_flight)
         if learned:
             self._restarts.learned(guilty is not None)
-        if guilty is not None and self._requests.pop(id(guilty), None) is not None:
+        if guilty is not None:
             assert self.fault is not None
-            guilty.status = RequestStatus.FINISHED
             reason = f"this request ends every worker that computes it, so it is given up: {self.fault.reason}"
             self._watcher.on_guilty(self, guilty, reason)
 
     def _offer(self, in_flight: list[Request]) -> None:
         """Requests that need not wait for the next epoch go on elsewhere, where there is room."""
-        leaving = [
-            request
-            for request in self._requests.values()
-            if not self._suspects.suspects(request) and may_leave(request, request in in_flight)
-        ]
-        for request in self._watcher.on_stranded(self, self._in_order(leaving)) if leaving else ():
-            del self._requests[id(request)]
-            self._suspects.forget(request)
-            if request in in_flight:
-                request.owner.has_moved = True
-
-    def has_room_for(self, request: Request) -> bool:
-        """It would be computed at once."""
-        scheduler = self.scheduler
-        if scheduler is None or sum(self.load) >= self._config.user.max_num_seqs:
-            return False
-        num_free = scheduler.pool.num_free * self._config.user.block_size
-        return num_free - scheduler.waiting.num_tokens > len(request.token_ids)
+        if leaving := self._requests.leaving(in_flight):
+            self._requests.left(self._watcher.on_stranded(self, leaving), in_flight)
 
     def _recovery_is_late(self) -> None:
         self._recovery_timer = None

@@ -21,18 +21,19 @@ import functools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import msgspec
 
-from slipring.runtime.completion import FAILURES, Completion
+from slipring.runtime.completion import Completion
 from slipring.runtime.config import ResolvedConfig
 from slipring.runtime.deadlines import StepDeadline
+from slipring.runtime.delivery import deliver
 from slipring.runtime.epoch import SPIN_US, Epoch
+from slipring.runtime.fault import Fault
 from slipring.runtime.garbage import IdleCollector, NullCollector
 from slipring.runtime.pacing import Pacer
-from slipring.runtime.request import TokenLogprob
 from slipring.runtime.supervisor import Event
 from slipring.runtime.worker_grammars import WorkerGrammars
 from slipring.scheduler.offload.offload import TransferKind
@@ -51,23 +52,6 @@ logger = logging.getLogger(__name__)
 _MIN_CHUNK = 64
 _LEARNED = 8
 """Steps after which the cost of one can be predicted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Why an epoch ends."""
-
-    event: Event
-    reason: str
-    explained: bool = False
-    """The worker itself said why, so that its last lines add nothing."""
-    traceback: str = ""
-    silent_s: float = 0.0
-    """How long nothing had been heard of the worker when the fault was seen, if it was computing."""
-    limit_s: float = 0.0
-    """Of a hang: how long that might have been."""
-    at: float = 0.0
-    """Monotonic time."""
 
 
 class Listener(Protocol):
@@ -336,37 +320,11 @@ class StepLoop:
         scheduler.admitted.clear()
 
     def _deliver(self, scheduler: Scheduler, returned: Returned, view: StepOutputView) -> None:
-        now = time.monotonic()
-        ended = [returned.requests[index] for index in returned.finished]
-        completion: Completion | None
-        for report in returned.reports:
-            if report.ended is not None:
-                ended.append(report.request)
-            if (completion := report.request.owner) is not None:
-                completion.take_report(report.words(view), report.ended, now)
-        ends, drawn = returned.finished, zip(returned.requests, returned.tokens, returned.places, strict=True)
-        for index, (request, token, place) in enumerate(drawn):
-            completion = request.owner
-            if completion is None or completion.finished:
-                continue  # a sink of this very step has aborted it, or a stop string in it has ended it
-            reason, stop_token = ends.get(index, (None, None)) if ends else (None, None)
-            if reason is FinishReason.ERROR:
-                completion.finish(reason, now, error=FAILURES[view.failure(place)])
-                continue
-            logprobs = (self._logprob(view, place, token, request),) if completion.wants_logprobs else None
-            if completion.push(token, logprobs, reason, stop_token, now):
-                scheduler.abort(request)
-                ended.append(request)
+        ended = deliver(scheduler, returned, view, time.monotonic())
         for request in ended:
             self._grammars.release(request)
         self._listener.on_delivered(len(returned.tokens), ended)
         self._size_chunks(scheduler)
-
-    def _logprob(self, view: StepOutputView, place: int, token: int, request: Request) -> TokenLogprob:
-        count = request.params.logprobs
-        ids, values = view.top_ids[place, :count].tolist(), view.top_logprobs[place, :count].tolist()
-        top = tuple(zip(ids, values, strict=True))
-        return TokenLogprob(token, float(view.logprob[place]), int(view.rank[place]), top)
 
     def _size_chunks(self, scheduler: Scheduler) -> None:
         scheduler.mixed_chunk = self.pacer.cost.chunk_within(
