@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slipring.kernels.linear import linear, pack_weight
 
+_INT8 = torch.ops.aten._weight_int8pack_mm
 _FEW_ROWS = 8
 
 
@@ -53,4 +54,4 @@ def int8_linear(x: Tensor, weight: Int8Weight) -> Tensor:
     """As `int8_linear_ref` for few rows; for many as `linear`."""
     if len(x) > _FEW_ROWS:
         return linear(x, weight.wide)
-    return torch._weight_int8pack_mm(x.bfloat16().contiguous(), weight.codes, weight.scale).to(x.dtype)
+    return _INT8(x.bfloat16().contiguous(), weight.codes, weight.scale).to(x.dtype)
