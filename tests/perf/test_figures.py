@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from perf.figure import FIGURES, RESULTS, ROOT, Options
 from perf.render import PAGES, render, table_of
 from perf.speculation import WORKLOADS, cells
+from perf.tier_engine import BLOCK_BYTES
+from perf.tier_talks import ANSWER_TOKENS, NUM_TALKS, NUM_TURNS, OPENING_TOKENS, QUESTION_TOKENS, kinds_of
 
 PROMISED = {
     "schedule": [f"schedule_p50_us_{rows}" for rows in (1, 8, 64, 256, 512, 1024)] + ["schedule_p99_us_256"],
@@ -68,3 +71,22 @@ def test_parts_of_the_speculation_figure(monkeypatch: pytest.MonkeyPatch) -> Non
     assert named("structured") == [(method, "structured") for method in ("ngram", "suffix", "grammar")]
     with pytest.raises(SystemExit, match="'sufix' is no method and no workload"):
         named("ngram,sufix")
+
+
+@pytest.mark.parametrize("num_talks", [8, NUM_TALKS])
+def test_conversations_of_the_tiers_figure_fit_where_they_shall(num_talks: int) -> None:
+    num_blocks = (OPENING_TOKENS + NUM_TURNS * (QUESTION_TOKENS + ANSWER_TOKENS)) // 16
+    kinds = {kind.name: kind for kind in kinds_of(num_talks, "/kv")}
+
+    def pool(name: str) -> int:
+        return kinds[name].settings["num_gpu_blocks_override"] // num_blocks
+
+    def cpu_tier(name: str) -> dict[str, Any]:
+        return json.loads(kinds[name].settings["kv_transfer_config"])["kv_connector_extra_config"]
+
+    assert pool("cpu") == pool("fs") == pool("recomputed") == num_talks // 8
+    assert num_talks / kinds["recomputed"].step >= 2 * pool("recomputed"), "each finds nothing when its turn comes"
+    assert num_talks / kinds["device"].step <= pool("device"), "each finds everything"
+    assert cpu_tier("cpu")["cpu_bytes_to_use"] // BLOCK_BYTES >= num_talks * num_blocks
+    assert cpu_tier("fs")["cpu_bytes_to_use"] // BLOCK_BYTES == pool("fs") * num_blocks
+    assert cpu_tier("fs")["secondary_tiers"][0]["root_dir"] == "/kv"
