@@ -20,7 +20,7 @@ from slipring.runtime.tiers.config import FileTier, KvTransferConfig, ObjectTier
 from slipring.runtime.tiers.file_store import FileStore
 from slipring.runtime.tiers.jobs import StoreStats, StoreThreads
 from slipring.runtime.tiers.peer import PEER_PREFIX, PeerServer, PeerStore
-from slipring.runtime.tiers.store import PageStore
+from slipring.runtime.tiers.store import PAGE_FORMAT, PageStore
 from slipring.scheduler.offload.key import OffloadKey
 from slipring.scheduler.offload.offload import OffloadStats
 from slipring.scheduler.offload.policy import POLICIES
@@ -174,9 +174,9 @@ class KvTiers:
 
 
 def model_identity(spec: ModelSpec, layout: bytes) -> bytes:
-    """32 bytes: these very weights in this layout. A sample of every tensor, so that hundreds of gigabytes need not
-    be read; two models that differ in no tensor's first 4 KiB are one to us."""
-    digest = sha256(layout)
+    """32 bytes: these very weights in this layout, in pages of this format. A sample of every tensor, so that hundreds
+    of gigabytes need not be read; two models that differ in no tensor's first 4 KiB are one to us."""
+    digest = sha256(PAGE_FORMAT + layout)
     with contextlib.ExitStack() as opened:
         files = [opened.enter_context(open(path, "rb", buffering=0)) for path in spec.files]
         for tensor in spec.tensors:

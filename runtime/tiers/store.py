@@ -2,21 +2,24 @@
 
 A store may lose a page, and may be asked for one it never had; it must never give a page that is not the one stored
 under the key. Every store therefore seals its pages (`seal`, `unseal`): a header with the key, the layout, and a
-digest of the content.
+digest of the content. It is there against disks and networks that err, not against people, for whoever may write a page
+could seal it as well. So it is a fast one: XXH3 with 128 bits, 14 GB/s on a core that does 1.2 of SHA-256.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from hashlib import sha256
 from itertools import takewhile
 from typing import Protocol
 
+from xxhash import xxh3_128
+
 from slipring.scheduler.offload.key import OffloadKey
 
-_MAGIC = b"SLIPKV\x00\x01"
-_HEADER = struct.Struct("<8sQ32s40s32s8x")
+PAGE_FORMAT = b"SLIPKV\x00\x02"
+"""What a header begins with. Part of a model's identity too, so that versions that share a store do not meet there."""
+_HEADER = struct.Struct("<8sQ32s40s16s24x")
 HEADER_BYTES = _HEADER.size
 """128."""
 
@@ -59,7 +62,7 @@ def count_while(contains: Callable[[OffloadKey], bool], keys: Sequence[OffloadKe
 
 def seal(key: OffloadKey, layout: bytes, page: memoryview) -> bytes:
     """The header of a page. `layout`: 32 bytes, see `slipring.shm.pages.layout_digest`."""
-    return _HEADER.pack(_MAGIC, page.nbytes, layout, key, _digest(key, layout, page))
+    return _HEADER.pack(PAGE_FORMAT, page.nbytes, layout, key, _digest(key, layout, page))
 
 
 def unseal(header: bytes, key: OffloadKey, layout: bytes, page: memoryview) -> None:
@@ -67,7 +70,7 @@ def unseal(header: bytes, key: OffloadKey, layout: bytes, page: memoryview) -> N
     if len(header) != HEADER_BYTES:
         raise PageCorruptError("the header is cut off")
     magic, nbytes, found_layout, found_key, digest = _HEADER.unpack(header)
-    if magic != _MAGIC:
+    if magic != PAGE_FORMAT:
         raise PageCorruptError("no page of this version")
     if found_layout != layout or nbytes != page.nbytes:
         raise PageCorruptError("a page of another layout")
@@ -76,6 +79,6 @@ def unseal(header: bytes, key: OffloadKey, layout: bytes, page: memoryview) -> N
 
 
 def _digest(key: OffloadKey, layout: bytes, page: memoryview) -> bytes:
-    digest = sha256(key + layout)
+    digest = xxh3_128(key + layout)
     digest.update(page)
     return digest.digest()
