@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from slipring.http.exchange import ApiResponse
-from slipring.http.tier_metrics import tier_counters, tier_gauges
+from slipring.http.tier_metrics import cached_by_source, tier_counters, tier_gauges
 from slipring.runtime.metrics import REQUEST_BOUNDS, Histogram
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ _REQUEST_HISTOGRAMS = (
 )
 _SUCCESS = Family("request_success", "Completions by how they ended.", "finished")
 _SOURCES = Family("prompt_tokens_by_source", "Prompt tokens by where their KV came from.", "")
+_CACHED_SOURCES = Family("prompt_tokens_cached_by_source", "Prompt tokens not computed, by what had their KV.", "")
 _REJECTED = Family("rejected_requests", "Requests refused because the queue was full.", "num_rejected", False)
 _REPLICAS = Family("replicas", "Replicas by state.", "num_in_state", False)
 _FAULTS = Family("faults", "Faults of replicas by what was seen.", "by_event", False)
@@ -172,6 +173,9 @@ class _Snapshot(Collector):
         yield from self._info()
         yield from self._faults()
         yield from self._engine_wide(CounterMetricFamily, _REJECTED, {(): self._stats.num_rejected})
+        cached = cached_by_source(self._stats.prefix_cache_hits, self._stats.tiers)
+        by_source = {(source,): count for source, count in cached.items()}
+        yield from self._engine_wide(CounterMetricFamily, _CACHED_SOURCES, by_source, ("source",))
         states = {(state,): count for state, count in self._stats.num_in_state.items()}
         yield from self._engine_wide(GaugeMetricFamily, _REPLICAS, states, ("state",))
         if self._stats.tiers is not None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from slipring.runtime.tiers.kv_tiers import CPU, KvTiersStats
+from slipring.runtime.tiers.peer import PEER_PREFIX
 
 
 class Reading(NamedTuple):
@@ -19,6 +20,23 @@ class Reading(NamedTuple):
     labels: tuple[str, ...]
     values: Mapping[tuple[str, ...], float]
     in_vllm: bool = False
+
+
+def cached_by_source(num_cached: int, stats: KvTiersStats | None) -> dict[str, int]:
+    """`num_cached` prompt tokens that were not computed, by what had their KV, in vLLM's words."""
+    found: dict[str, int] = dict.fromkeys(("device", "host", "p2p", "disk", "external_unspecified"), 0)
+    if stats is not None:
+        for tier, count in stats.tiers.reused_from.items():
+            found[_source(tier)] += count * stats.block_size
+    found["device"] = num_cached - sum(found.values())
+    return found
+
+
+def _source(tier: str) -> str:
+    if tier.startswith(PEER_PREFIX):
+        return "p2p"
+    kind = tier.partition("-")[0]  # a second directory is fs-2
+    return {CPU: "host", "fs": "disk"}.get(kind, "external_unspecified")
 
 
 def tier_gauges(stats: KvTiersStats) -> Iterator[Reading]:
@@ -63,9 +81,12 @@ def tier_counters(stats: KvTiersStats) -> Iterator[Reading]:
     text = "Blocks asked for behind the device, found in the CPU tier, brought up from slower ones."
     yield Reading("kv_tier_lookups", text, ("result",), lookups)
     names = (CPU, *stats.stores)
-    hits: dict[tuple[str, ...], float] = {(name,): tiers.loaded_from.get(name, 0) * stats.block_size for name in names}
+    hits: dict[tuple[str, ...], float] = {(name,): tiers.reused_from[name] * stats.block_size for name in names}
     text = "Prompt tokens whose KV came from a tier, by the tier that had it."
     yield Reading("kv_tier_hit_tokens", text, ("tier",), hits)
+    for name, count in (("queries", tiers.queries * stats.block_size), ("hits", sum(hits.values()))):
+        text = "Prompt tokens asked for behind the device." if name == "queries" else "Those whose KV came from a tier."
+        yield Reading(f"external_prefix_cache_{name}", text, (), {(): count}, in_vllm=True)
     evicted: dict[tuple[str, ...], float] = {(): tiers.evicted}
     yield Reading("kv_tier_evictions", "Blocks that the CPU tier gave up for others.", (), evicted)
     for name, direction in (("kv_offload_load_bytes", "load"), ("kv_offload_store_bytes", "store")):

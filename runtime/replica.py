@@ -31,7 +31,8 @@ from slipring.runtime.step_loop import StepLoop
 from slipring.runtime.supervisor import SERVING, Action, Event, Sentinel, State
 from slipring.runtime.tiers.kv_tiers import KvTiers
 from slipring.scheduler.block_pool import BlockPool
-from slipring.scheduler.offload.offload import NullOffload, Offload, OffloadPort
+from slipring.scheduler.offload.offload import Offload
+from slipring.scheduler.offload.port import NullOffload, OffloadPort
 from slipring.scheduler.request import Request, RequestStatus
 from slipring.scheduler.scheduler import Scheduler
 from slipring.scheduler.step import Counters

@@ -36,7 +36,7 @@ from slipring.runtime.garbage import IdleCollector, NullCollector
 from slipring.runtime.pacing import Pacer
 from slipring.runtime.supervisor import Event
 from slipring.runtime.worker_grammars import WorkerGrammars
-from slipring.scheduler.offload.offload import TransferKind
+from slipring.scheduler.offload.transfers import TransferKind
 from slipring.scheduler.request import FinishReason, Request, RequestStatus
 from slipring.scheduler.scheduler import Scheduler
 from slipring.scheduler.step import ProtocolError, Returned, Step

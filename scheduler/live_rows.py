@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from slipring.scheduler.block_pool import BlockPool
 from slipring.scheduler.config import SchedulerConfig
-from slipring.scheduler.offload.offload import OffloadPort
+from slipring.scheduler.offload.port import OffloadPort
 from slipring.scheduler.request import Request, RequestStatus
 from slipring.shm.table import BatchTable
 

@@ -33,7 +33,8 @@ from slipring.scheduler.block_pool import BlockPool
 from slipring.scheduler.config import SchedulerConfig
 from slipring.scheduler.decode_rows import NEVER, DecodeRows, PendingAppends
 from slipring.scheduler.live_rows import Int32Array, LiveRows
-from slipring.scheduler.offload.offload import NullOffload, OffloadPort, Transfer
+from slipring.scheduler.offload.port import NullOffload, OffloadPort
+from slipring.scheduler.offload.transfers import Transfer
 from slipring.scheduler.request import FinishReason, Request, RequestStatus
 from slipring.scheduler.rows import RowAllocator
 from slipring.scheduler.step import ChunkRoom, Counters, ProtocolError, Report, Returned, Step

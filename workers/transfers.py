@@ -10,8 +10,6 @@ numpy copies, not torch: torch would bring the threads of the forward pass to be
 
 from __future__ import annotations
 
-import contextlib
-import os
 import queue
 import threading
 import time
@@ -22,9 +20,9 @@ from numpy.typing import NDArray
 
 from slipring.shm.control import BlocksMoved, MoveBlocks
 from slipring.shm.pages import CanonicalPageMapping
+from slipring.shm.priority import lower_priority
 
 Bytes = NDArray[np.uint8]
-_STORE_NICENESS = 5
 
 
 class BlockMover:
@@ -44,17 +42,17 @@ class BlockMover:
         self._mapping = mapping
         self._acknowledge = acknowledge
         self._queues: dict[bool, queue.SimpleQueue[MoveBlocks]] = {}
-        for is_load, name, niceness in ((True, "kv-load", 0), (False, "kv-store", _STORE_NICENESS)):
-            self._queues[is_load] = work = queue.SimpleQueue()
-            threading.Thread(target=self._serve, args=(work, niceness), name=name, daemon=True).start()
+        for is_load, name in ((True, "kv-load"), (False, "kv-store")):
+            self._queues[is_load] = queue.SimpleQueue()
+            threading.Thread(target=self._serve, args=(is_load,), name=name, daemon=True).start()
 
     def submit(self, transfer: MoveBlocks) -> None:
         self._queues[transfer.is_load].put(transfer)
 
-    def _serve(self, work: queue.SimpleQueue[MoveBlocks], niceness: int) -> None:
-        if niceness:
-            with contextlib.suppress(OSError):  # a container may forbid it
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    def _serve(self, is_load: bool) -> None:
+        if not is_load:
+            lower_priority()
+        work = self._queues[is_load]
         page = np.empty(self._mapping.local_bytes, np.uint8)
         while True:
             transfer = work.get()

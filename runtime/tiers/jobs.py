@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from slipring.runtime.tiers.store import PageCorruptError, PageMissingError, PageStore
 from slipring.scheduler.offload.key import OffloadKey
+from slipring.shm.priority import lower_priority
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ Slots = NDArray[np.uint8]
 """[num_slots, page_bytes]: the CPU tier."""
 _COMPLAIN_EVERY_S = 30.0
 _SUSPENDED_S = 30.0
+_FORGETS = 0.99
+"""Of what is known of a store's speed, each time that it is not asked because of it."""
 
 
 @dataclass(slots=True)
@@ -95,6 +98,8 @@ class StoreThreads:
         self._store_timeout_s = store_timeout_s
         self._max_pending = max(1, max_pending_bytes // slots.shape[1])
         self._num_readers = num_readers
+        self._page_s = 0.0
+        """What a reader has lately taken for a page."""
         self._num_pending = 0
         """Pages of stores that are not over."""
         self._complained_at = float("-inf")
@@ -115,9 +120,12 @@ class StoreThreads:
 
     @property
     def page_seconds(self) -> float:
-        """Per page, with all readers at work; 0 before the first load."""
-        num_pages = self.stats.loaded_bytes // self._slots.shape[1]
-        return self.stats.load_seconds / num_pages / self._num_readers if num_pages else 0.0
+        """Per page, lately, with all readers at work; 0 before the first load."""
+        return self._page_s / self._num_readers
+
+    def passed_over(self) -> None:
+        """It was not asked, for being too slow: it shall be tried again some day."""
+        self._page_s *= _FORGETS
 
     def lookup(self, keys: Sequence[OffloadKey], done: Callable[[list[bool]], None]) -> None:
         """done(which of them the store has): those before the first that is not there, or not known in time."""
@@ -211,6 +219,8 @@ class StoreThreads:
         return thread
 
     def _serve(self, work: queue.SimpleQueue[Any]) -> None:
+        if work is self._writes:
+            lower_priority()  # nobody waits for a store
         buffer = np.empty(self._slots.shape[1], np.uint8)
         while (item := work.get()) is not None and not self._is_closed:
             function, job, *rest = item
@@ -259,7 +269,9 @@ class StoreThreads:
                 return
             self._slots[job.slots[index]] = buffer
             job.results[index] = True
-        self._count(loaded_bytes=buffer.nbytes, load_seconds=time.monotonic() - began)
+        seconds = time.monotonic() - began
+        self._page_s = 0.9 * self._page_s + 0.1 * seconds if self._page_s else seconds
+        self._count(loaded_bytes=buffer.nbytes, load_seconds=seconds)
 
     def _store_page(self, job: _Job, buffer: NDArray[np.uint8], index: int) -> None:
         began = time.monotonic()

@@ -22,11 +22,11 @@ from slipring.runtime.tiers.jobs import StoreStats, StoreThreads
 from slipring.runtime.tiers.peer import PEER_PREFIX, PeerServer, PeerStore
 from slipring.runtime.tiers.store import PAGE_FORMAT, PageStore
 from slipring.scheduler.offload.key import OffloadKey
-from slipring.scheduler.offload.offload import OffloadStats
 from slipring.scheduler.offload.policy import POLICIES
 from slipring.scheduler.offload.slots import Lookup, SlotIndex
 from slipring.scheduler.offload.tiers import CPU as CPU
 from slipring.scheduler.offload.tiers import Tiers, TierStats
+from slipring.scheduler.offload.transfers import OffloadStats
 from slipring.shm.memory import available_bytes
 from slipring.shm.pages import PageShape, layout_digest
 from slipring.shm.segment import Segment, memfd
@@ -105,7 +105,7 @@ class KvTiers:
             page_bytes=self.page_bytes,
             block_size=self._block_size,
             device=replace(self.device),
-            tiers=replace(self.tiers.stats, loaded_from=self.tiers.stats.loaded_from.copy()),
+            tiers=replace(self.tiers.stats, reused_from=self.tiers.stats.reused_from.copy()),
             stores={store.name: replace(store.stats) for store in self._stores},
         )
 

@@ -6,6 +6,7 @@ always ends. Whatever arrived is a hit in the slots then; whatever did not is a 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,6 +28,10 @@ class SlowTier(Protocol):
         """What a page's load has lately taken, several at once; 0 as long as that is not known."""
         ...
 
+    def passed_over(self) -> None:
+        """It was not asked, because `page_seconds` are too many."""
+        ...
+
     def lookup(self, keys: Sequence[OffloadKey], done: Results) -> None: ...
 
     def load(self, keys: Sequence[OffloadKey], slots: Sequence[int], done: Results) -> None: ...
@@ -45,8 +50,8 @@ class TierStats:
     """Found in a slower tier and brought up."""
     failed: int = 0
     """Found, and then not to be had: recomputed."""
-    loaded_from: dict[str, int] = field(default_factory=dict)
-    """What reached the device for a request, by the tier that had it."""
+    reused_from: Counter[str] = field(default_factory=Counter)
+    """What a request was admitted with, by the tier that had it."""
     evicted: int = 0
     stores_skipped: int = 0
     """Not stored, because every slot was in use."""
@@ -59,7 +64,9 @@ class Tiers:
         self.on_arrival: set[Callable[[], None]] = set()
         """Called when a promotion has ended, so that whoever waits may look again."""
         self.on_stored: set[Callable[[], None]] = set()
-        """Called when blocks of a device have arrived in slots."""
+        """Called when blocks of a device have arrived in slots, and when slots have in a slower tier, or never will."""
+        self.num_handing_down = 0
+        """Stores of slower tiers under way; `on_stored` tells when one has ended."""
         self._slow = list(slow)
         self._num_promoting = 0
         self._brought_by: dict[OffloadKey, str] = {}
@@ -93,23 +100,30 @@ class Tiers:
             return False
         self._num_promoting += 1
         block_s = recompute_s / len(keys)
-        named = [tier for tier in self._slow if tier.name == source]
-        others = [tier for tier in self._slow if tier.name != source and tier.page_seconds <= block_s]
-        self._ask(named + others, missing, done)
+        asked = [tier for tier in self._slow if tier.name == source]
+        for tier in self._slow:
+            if tier.name == source:
+                continue
+            if tier.page_seconds <= block_s:
+                asked.append(tier)
+            else:
+                tier.passed_over()
+        self._ask(asked, missing, done)
         return True
 
     def stored(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         """New content lies in these slots: readable from now on, and handed down to every slower tier."""
         self.slots.complete_store(keys, slots, success=True)
         self._hand_down(keys, self._slow)
-        for told in list(self.on_stored):
-            told()
+        self._tell_stored()
 
-    def loaded(self, keys: Sequence[OffloadKey]) -> None:
-        """These have reached the device."""
-        for key in keys:
-            name = self._brought_by.pop(key, CPU)
-            self.stats.loaded_from[name] = self.stats.loaded_from.get(name, 0) + 1
+    def loaded(self, keys: Sequence[OffloadKey]) -> list[str]:
+        """These have reached the device; returns the tiers that had them."""
+        return [self._brought_by.pop(key, CPU) for key in keys]
+
+    def reused(self, counts: Counter[str]) -> None:
+        """A request was spared the computation of so many blocks, by the tier that had them."""
+        self.stats.reused_from.update(counts)
 
     def reset(self) -> None:
         """Forget what lies in the slots. What is under way ends as ever."""
@@ -174,5 +188,15 @@ class Tiers:
         ready = [key for key in keys if self.slots.lookup(key) is Lookup.HIT]
         for tier in tiers if ready else ():
             slots = self.slots.prepare_load(ready)
-            if not tier.store(ready, slots, lambda _, slots=slots: self.slots.complete_load(ready, slots)):
-                self.slots.complete_load(ready, slots)
+            self.num_handing_down += 1
+            if not tier.store(ready, slots, lambda _, slots=slots: self._handed_down(ready, slots)):
+                self._handed_down(ready, slots)
+
+    def _handed_down(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
+        self.num_handing_down -= 1
+        self.slots.complete_load(keys, slots)
+        self._tell_stored()
+
+    def _tell_stored(self) -> None:
+        for told in list(self.on_stored):
+            told()

@@ -71,7 +71,7 @@ def test_a_sibling_killed_in_the_middle_of_a_pull(model: str, expected: list[int
     store = stats.tiers.stores[f"p2p:127.0.0.1:{port}"]
     assert answer.tokens == expected
     assert answer.num_cached == 20, "five pages of four tokens came through, and served"
-    assert stats.tiers.tiers.loaded_from == {f"p2p:127.0.0.1:{port}": 5}
+    assert stats.tiers.tiers.reused_from == {f"p2p:127.0.0.1:{port}": 5}
     assert store.failed == NUM_PAGES - 5 == stats.tiers.tiers.failed
 
 

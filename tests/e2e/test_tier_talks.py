@@ -69,12 +69,12 @@ def slow_transfers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Met]:
         load_page(self, *arguments)
 
     def forgetting(self: Offload, request: Request) -> None:
-        prefetch = self._prefetches.get(id(request))
+        prefetch = self.prefetch_of(request)
         met.aborts += prefetch is not None and (prefetch.promoting or prefetch.num_loading > 0)
         forget(self, request)
 
     def preempting(self: Scheduler, victim: Request) -> None:
-        met.preemptions += isinstance(self.offload, Offload) and bool(self.offload._under_way)
+        met.preemptions += self.offload.num_under_way > 0
         preempt(self, victim)
 
     monkeypatch.setattr(StepLoop, "_on_moved", late)

@@ -164,7 +164,7 @@ def is_loading(engine: Engine, name: str) -> bool:
     scheduler, completions = engine.replicas[0].scheduler, engine._live.get(name)
     if scheduler is None or completions is None or not isinstance(scheduler.offload, Offload):
         return False
-    prefetch = scheduler.offload._prefetches.get(id(completions[0].request))
+    prefetch = scheduler.offload.prefetch_of(completions[0].request)
     return prefetch is not None and (prefetch.promoting or prefetch.num_loading > 0)
 
 

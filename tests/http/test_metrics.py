@@ -105,7 +105,8 @@ VLLM = {
     "inter_token_latency_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
     "request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds",
     "request_time_per_output_token_seconds", "request_prompt_tokens", "request_generation_tokens",
-    "request_params_max_tokens", "request_params_n", "cache_config_info",
+    "request_params_max_tokens", "request_params_n", "cache_config_info", "prompt_tokens_by_source",
+    "prompt_tokens_cached_by_source",
 }  # fmt: skip
 """What a dashboard made for vLLM asks for."""
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from slipring.scheduler import scheduler as policy
 from slipring.scheduler.block_pool import BlockPool
 from slipring.scheduler.config import SchedulerConfig
-from slipring.scheduler.offload.offload import NullOffload, OffloadPort
+from slipring.scheduler.offload.port import NullOffload, OffloadPort
 from slipring.scheduler.request import FinishReason, Request, RequestStatus
 from slipring.scheduler.scheduler import Scheduler
 from slipring.scheduler.step import ProtocolError

@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipring.scheduler.block_pool import BlockPool
-from slipring.scheduler.offload.key import OffloadKey
-from slipring.scheduler.offload.offload import Offload, Transfer, TransferKind
+from slipring.scheduler.offload.key import OffloadKey, offload_key
+from slipring.scheduler.offload.offload import Offload
 from slipring.scheduler.offload.policy import POLICIES
 from slipring.scheduler.offload.slots import SlotIndex
 from slipring.scheduler.offload.tiers import Results, Tiers
+from slipring.scheduler.offload.transfers import Transfer, TransferKind
 from slipring.scheduler.request import OffloadPolicy, Request, TierLimits
 from tests.scheduler.test_scheduler import Harness
 
@@ -39,6 +40,9 @@ class SlowStore:
 
     def _fails(self) -> bool:
         return self._chance.random() < self._failures
+
+    def passed_over(self) -> None:
+        self.page_seconds *= 0.5
 
     def lookup(self, keys: Sequence[OffloadKey], done: Results) -> None:
         self.todo.append(("lookup", list(keys), [], done))
@@ -84,19 +88,25 @@ class TieredHarness(Harness):
     ) -> None:
         self.chance = random.Random(seed)
         self.failures = failures
+        self.load_s = 0.0
+        """What a transfer takes."""
         self._tier_options = (num_slots, policy, slow)
         super().__init__(depth, **overrides)
         self.transfers: deque[Transfer] = deque()
         """Told to the worker, not begun."""
         self.done: deque[tuple[int, bool]] = deque()
 
+    def recompute_s(self, num_tokens: int) -> float:
+        return self.token_s * num_tokens
+
     def make_offload(self, pool: BlockPool) -> Offload:
+        self.token_s = float("inf")
         num_slots, policy, slow = self._tier_options
         self.slots = np.full((num_slots, 4, 2), -9, np.int64)
         self.index = SlotIndex(num_slots, POLICIES[policy](num_slots))
         self.slow = SlowStore(self.slots, self.chance, self.failures)
         self.tiers = Tiers(self.index, [self.slow] if slow else [])
-        self.offload = Offload(self.tiers, pool, 4)
+        self.offload = Offload(self.tiers, pool, 4, recompute_s=self.recompute_s)
         return self.offload
 
     def tell_worker(self) -> bool:
@@ -121,7 +131,7 @@ class TieredHarness(Harness):
     def acknowledge(self) -> bool:
         if not self.done:
             return False
-        self.offload.complete(*self.done.popleft(), seconds=0.0)
+        self.offload.complete(*self.done.popleft(), seconds=self.load_s)
         return True
 
     @property
@@ -184,6 +194,59 @@ def test_a_prefix_that_the_device_has_lost_comes_back_from_a_tier(depth: int, po
     if slow:
         assert harness.tiers.stats.promoted > 0
     harness.assert_idle()
+
+
+def test_what_was_once_too_slow_is_tried_again() -> None:
+    harness = TieredHarness(num_blocks=12)
+    harness.add(TALK, max_tokens=8)
+    harness.run()
+    crowd_out(harness)
+    harness.load_s = 10.0
+    slow = harness.add(TALK, max_tokens=2)
+    harness.run()
+    assert slow.num_cached_tokens == 16, "before anything is known, it is tried"
+    harness.load_s, harness.token_s = 0.0, 0.1
+    hits = []
+    for _ in range(150):
+        crowd_out(harness)
+        again = harness.add(TALK, max_tokens=2)
+        harness.run()
+        harness.assert_right(again)
+        hits.append(again.num_cached_tokens)
+        if hits[-1]:
+            break
+    assert hits[0] == 0 and hits[-1] == 16
+
+
+def test_a_slow_tier_is_passed_over_but_not_forgotten() -> None:
+    slow = SlowStore(np.zeros((4, 4, 2)), random.Random(0), 0.0)
+    tiers = Tiers(SlotIndex(4, POLICIES["lru"](4)), [slow])
+    slow.page_seconds = 1.0
+    keys = [offload_key(bytes([number]) * 32) for number in range(2)]
+    asked = []
+    for _ in range(4):
+        tiers.promote(keys, 0.6, lambda: None)
+        asked.append(bool(slow.todo))
+    assert asked == [False, False, True, True]
+
+
+def test_tokens_count_for_the_tier_that_had_them() -> None:
+    harness = TieredHarness(num_blocks=12, num_slots=12, slow=True)
+    first = harness.add(TALK, max_tokens=8)
+    harness.run()
+    crowd_out(harness)
+    gone = harness.add(TALK, max_tokens=1)
+    while not harness.offload.stats.loaded_blocks:
+        harness.turn()
+    harness.scheduler.abort(gone)
+    harness.run()
+    reused = harness.tiers.stats.reused_from
+    assert not reused, "it never ran, so nothing was saved"
+    crowd_out(harness)
+    before = reused.copy()
+    again = harness.add(TALK + harness.output_of[first], max_tokens=4)
+    harness.run()
+    assert reused - before == {"slow": 6} and again.num_cached_tokens == 24
 
 
 def test_limits_of_a_request_hold() -> None:
