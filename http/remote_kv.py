@@ -64,7 +64,7 @@ def check(engine: Engine, body: SamplingBody) -> None:
         if body.stream:
             raise bad_request(f"`{param}` needs `stream: false`: the answer says where the pages are.", param)
     source = kv_source(params)
-    if source is not None and source not in engine.kv_peers:
+    if source is not None and engine.kv_peer(source) is None:
         known = ", ".join(name.removeprefix("p2p:") for name in engine.kv_peers) or "none"
         message = f"{source.removeprefix('p2p:')} is not among the peers of this server ({known})"
         raise bad_request(f"`kv_transfer_params`: {message}.", "kv_transfer_params.remote_host")

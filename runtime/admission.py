@@ -135,7 +135,11 @@ class Admission:
 
     def _tier_limits(self, generation: GenerationRequest, num_prompt: int) -> TierLimits:
         limits = generation.tier_limits
-        if self._tiers is None or not self._tiers.prompts_only:
+        if self._tiers is None:
+            return limits
+        if limits.source is not None:
+            limits = dataclasses.replace(limits, source=self._tiers.peer(limits.source))
+        if not self._tiers.prompts_only:
             return limits
         most = num_prompt if limits.max_store_tokens is None else min(num_prompt, limits.max_store_tokens)
         return dataclasses.replace(limits, max_store_tokens=most)

@@ -54,6 +54,8 @@ _CHARACTERS_PER_TOKEN = 128
 """No text has so many characters for each of its tokens."""
 _TEXT_THREADS = 2
 """Long texts at work at once; more wait their turn, so that they cannot crowd out the loop."""
+_FLUSH_S = 3.0
+"""For blocks that are on their way into files or objects when the engine stops."""
 
 
 T = TypeVar("T")
@@ -178,6 +180,8 @@ class Engine:
             self._end_all("the server is shutting down")
         if hasattr(self, "_replicas"):
             await self._replicas.shut_down(timeout_s=2.0)
+        if self._tiers is not None:
+            await self._tiers.flush(_FLUSH_S)
         self._close_tiers()
         self._text_pool.shutdown(wait=False, cancel_futures=True)
         self._grammars.close()
@@ -345,6 +349,10 @@ class Engine:
     def kv_peers(self) -> list[str]:
         """Names of the tiers that are other instances, as `TierLimits.source` names them: `p2p:HOST:PORT`."""
         return [] if self._tiers is None else self._tiers.peers
+
+    def kv_peer(self, name: str) -> str | None:
+        """The one of them that is meant by `p2p:HOST:PORT`, in these words or by an address of its own."""
+        return None if self._tiers is None else self._tiers.peer(name)
 
     async def kv_stored(
         self, prompt: Sequence[int] | NDArray[np.int64], cache_salt: str | None, timeout_s: float

@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 _REAP_S = 10.0
 """A killed worker that is not gone after so long never will be (it hangs in the kernel)."""
 _RETIRE_S = 2.0
+_LAST_STORES_S = 0.5
+"""For blocks that are on their way into the tiers when the engine stops."""
 
 
 class ReplicaDeadError(Exception):
@@ -228,6 +230,7 @@ class Replica:
         if not self._is_closed:
             self._is_closed = True
             self._drop_spare()
+            await self.step_loop.stored(_LAST_STORES_S)
             self.step_loop.stop()
             self.step_loop.epoch.ask_to_end()
             leaving = [self.step_loop, *self._leaving]

@@ -18,6 +18,7 @@ default, a page on a slow tier has a digest, a directory may have a quota, and a
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from typing import Literal
 
@@ -63,13 +64,19 @@ class PeerTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     peers: list[str] = []
     """`host:port` of each, asked in this order."""
     host: str = "127.0.0.1"
-    """Our address, by which others reach us."""
+    """Where we listen. The network is trusted: a private address."""
     port: int | None = None
-    """Where we serve our own pages; None: we do not. The network is trusted: bind it to a private address."""
+    """Where we serve our own pages; None: we do not."""
+    advertise_host: str | None = None
+    """By which the others reach us, where that is not `host`."""
     num_threads: int = 4
     load_timeout_s: float = 2.0
 
 
+_MAX_PORT = 65535
+_MAX_THREADS = 256
+_MAX_TIMEOUT_S = 3600.0
+_EVERYWHERE = ("", "0.0.0.0", "::", "[::]")
 SecondaryTier = FileTier | ObjectTier | PeerTier
 
 
@@ -109,6 +116,8 @@ def parse(text: str) -> KvTransferConfig:
 
 def of_size(gibibytes: float) -> KvTransferConfig:
     """`--kv-offloading-size`. Raises ValueError."""
+    if not math.isfinite(gibibytes):
+        raise ValueError(f"must be a number of GiB, got {gibibytes}")
     extra = ExtraConfig(cpu_bytes_to_use=int(gibibytes * 2**30))
     _check(extra)
     return KvTransferConfig(kv_connector_extra_config=extra)
@@ -128,13 +137,34 @@ def _check(extra: ExtraConfig) -> None:
 
 def _check_tier(tier: SecondaryTier) -> None:
     if isinstance(tier, PeerTier):
-        for peer in tier.peers:
-            if not re.fullmatch(r".+:\d{1,5}", peer):
-                raise ValueError(f"`peers` holds {peer!r}; each must be `host:port`")
+        _check_peers(tier)
     elif tier.quota_bytes is not None and tier.quota_bytes < 1:
         raise ValueError(f"`quota_bytes` must be at least 1, got {tier.quota_bytes}")
-    if tier.load_timeout_s <= 0:
-        raise ValueError(f"`load_timeout_s` must be above 0, got {tier.load_timeout_s}")
+    for name in ("n_read_threads", "n_write_threads", "io_threads", "num_threads"):
+        if not 1 <= (count := getattr(tier, name, 1)) <= _MAX_THREADS:
+            raise ValueError(f"`{name}` must be from 1 to {_MAX_THREADS}, got {count}")
+    if not 0 < tier.load_timeout_s <= _MAX_TIMEOUT_S:
+        raise ValueError(f"`load_timeout_s` must be above 0 and at most {_MAX_TIMEOUT_S:g}, got {tier.load_timeout_s}")
+    if isinstance(tier, FileTier) and not tier.root_dir:
+        raise ValueError("`root_dir` must not be empty")
+
+
+def _check_peers(tier: PeerTier) -> None:
+    for peer in tier.peers:
+        host, _, port = peer.rpartition(":")
+        if not host or not re.fullmatch(r"\d{1,5}", port) or not 1 <= int(port) <= _MAX_PORT:
+            raise ValueError(f"`peers` holds {peer!r}; each must be `host:port`, the port from 1 to {_MAX_PORT}")
+    if len(set(tier.peers)) < len(tier.peers):
+        raise ValueError(f"`peers` holds the same one twice: {', '.join(tier.peers)}")
+    if tier.port is None:
+        return
+    if not 1 <= tier.port <= _MAX_PORT:
+        raise ValueError(f"`port` must be from 1 to {_MAX_PORT}, got {tier.port}")
+    if tier.host in _EVERYWHERE and tier.advertise_host is None:
+        raise ValueError(
+            f"`host` {tier.host!r} is every address of this machine: `advertise_host` must say by which the others "
+            "reach us"
+        )
 
 
 def _check_role(config: KvTransferConfig) -> None:

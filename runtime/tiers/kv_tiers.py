@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,8 +20,8 @@ import numpy as np
 from slipring.runtime.tiers.config import FileTier, KvTransferConfig, ObjectTier, PeerTier, SecondaryTier
 from slipring.runtime.tiers.file_store import FileStore
 from slipring.runtime.tiers.jobs import StoreStats, StoreThreads
-from slipring.runtime.tiers.peer import PEER_PREFIX, PeerServer, PeerStore
-from slipring.runtime.tiers.store import PAGE_FORMAT, PageStore
+from slipring.runtime.tiers.peer import PeerServer, PeerStore
+from slipring.runtime.tiers.store import HEADER_BYTES, PAGE_FORMAT, PageStore
 from slipring.scheduler.offload.key import OffloadKey
 from slipring.scheduler.offload.policy import POLICIES
 from slipring.scheduler.offload.slots import Lookup, SlotIndex
@@ -31,6 +32,8 @@ from slipring.shm.memory import available_bytes
 from slipring.shm.pages import PageShape, layout_digest
 from slipring.shm.segment import Segment, memfd
 from slipring.shm.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
 
 _SAMPLE_BYTES = 4096
 
@@ -79,6 +82,7 @@ class KvTiers:
         self.segment = _allocate(num_slots * shape.nbytes)
         slots = np.frombuffer(self.segment.buf, np.uint8).reshape(num_slots, shape.nbytes)
         self._stores: list[StoreThreads] = []
+        self._peers: list[PeerStore] = []
         self._slots = slots
         self._server: PeerServer | None = None
         self._listen: PeerTier | None = None
@@ -111,11 +115,13 @@ class KvTiers:
 
     async def start(self) -> None:
         """Serve our pages to peers, if we shall. Raises TierSetupError."""
-        if self._listen is None or self._listen.port is None:
+        if self._listen is None:
             return
+        assert self._listen.port is not None
         self._server = PeerServer(self.tiers.slots, self._slots, self._identity)
         try:
-            self.serves_at = self._listen.host, await self._server.start(self._listen.host, self._listen.port)
+            port = await self._server.start(self._listen.host.strip("[]"), self._listen.port)
+            self.serves_at = self._listen.advertise_host or self._listen.host, port
         except OSError as error:
             where = f"{self._listen.host}:{self._listen.port}"
             raise TierSetupError(f"KV pages cannot be served at {where}: {error}") from None
@@ -123,15 +129,29 @@ class KvTiers:
     @property
     def peers(self) -> list[str]:
         """Names of the stores that are other instances."""
-        return [store.name for store in self._stores if store.name.startswith(PEER_PREFIX)]
+        return [peer.name for peer in self._peers]
+
+    def peer(self, name: str) -> str | None:
+        """The one of them that `p2p:HOST:PORT` means, in these words or by an address of its own."""
+        return next((peer.name for peer in self._peers if peer.goes_by(name)), None)
 
     async def stored(self, keys: Sequence[OffloadKey], timeout_s: float) -> bool:
         """Wait until all of them lie in the CPU tier; False when they do not after so long."""
-        arrived, slots = asyncio.Event(), self.tiers.slots
+        slots = self.tiers.slots
+        return await self._until(lambda: all(slots.lookup(key) is Lookup.HIT for key in keys), timeout_s)
+
+    async def flush(self, timeout_s: float) -> None:
+        """Wait, not longer than this, until the slower tiers have what they shall; the CPU tier dies with us."""
+        if not await self._until(lambda: not self.tiers.num_handing_down, timeout_s):
+            logger.warning("KV tiers: not every block was written within %.0f s; the rest is lost", timeout_s)
+
+    async def _until(self, true: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait for something that stores bring about; False when they have not after so long."""
+        arrived = asyncio.Event()
         self.tiers.on_stored.add(arrived.set)
         try:
             async with asyncio.timeout(timeout_s):
-                while any(slots.lookup(key) is not Lookup.HIT for key in keys):
+                while not true():
                     arrived.clear()
                     await arrived.wait()
         except TimeoutError:
@@ -148,11 +168,15 @@ class KvTiers:
         self.segment.close()
 
     def _open(self, tier: SecondaryTier) -> None:
+        if not isinstance(tier, PeerTier):
+            _check_quota(tier.quota_bytes, self.page_bytes + HEADER_BYTES)
         if isinstance(tier, PeerTier):
-            self._listen = tier
+            if tier.port is not None:
+                self._listen = tier
             for peer in tier.peers:
                 host, _, port = peer.rpartition(":")
-                self._add(PeerStore(host, int(port), self._identity), tier.num_threads, 1, tier.load_timeout_s)
+                self._peers.append(PeerStore(host, int(port), self._identity))
+                self._add(self._peers[-1], tier.num_threads, 0, tier.load_timeout_s)
         elif isinstance(tier, FileTier):
             store = _usable(tier, lambda: FileStore(tier.root_dir, self._identity, self.page_bytes, tier.quota_bytes))
             self._add(store, tier.n_read_threads, tier.n_write_threads, tier.load_timeout_s)
@@ -161,16 +185,20 @@ class KvTiers:
             self._add(store, tier.io_threads, tier.io_threads, tier.load_timeout_s)
 
     def _add(self, store: PageStore, num_readers: int, num_writers: int, load_timeout_s: float) -> None:
-        self._stores.append(
-            StoreThreads(
-                store,
-                self._slots,
-                self._loop,
-                num_readers=num_readers,
-                num_writers=num_writers,
-                load_timeout_s=load_timeout_s,
-            )
+        threads = StoreThreads(
+            store,
+            self._slots,
+            self._loop,
+            num_readers=num_readers,
+            num_writers=num_writers,
+            load_timeout_s=load_timeout_s,
         )
+        taken = [other.name for other in self._stores]
+        for number in range(2, len(taken) + 2):  # of two directories the second is fs-2
+            if threads.name not in taken:
+                break
+            threads.name = f"{store.name}-{number}"
+        self._stores.append(threads)
 
 
 def model_identity(spec: ModelSpec, layout: bytes) -> bytes:
@@ -183,6 +211,11 @@ def model_identity(spec: ModelSpec, layout: bytes) -> bytes:
             digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape}".encode())
             digest.update(os.pread(files[tensor.file].fileno(), min(_SAMPLE_BYTES, tensor.nbytes), tensor.offset))
     return digest.digest()
+
+
+def _check_quota(quota_bytes: int | None, page_bytes: int) -> None:
+    if quota_bytes is not None and quota_bytes < page_bytes:
+        raise TierSetupError(f"quota_bytes {quota_bytes} does not hold a single block of {page_bytes} bytes")
 
 
 def _usable(tier: SecondaryTier, make: Callable[[], PageStore]) -> PageStore:

@@ -133,11 +133,23 @@ class PeerStore:
     keys_per_lookup = _MAX_KEYS
 
     def __init__(self, host: str, port: int, identity: bytes) -> None:
-        """Connects when it is first asked; a peer may come later than we do."""
+        """Looks the host's name up, and connects when it is first asked; a peer may come later than we do."""
+        host = host.removeprefix("[").removesuffix("]")
         self.name = f"{PEER_PREFIX}{host}:{port}"
         self._address = (host, port)
         self._identity = identity
+        self._aliases = {self.name}
+        """By which others may call it. Names that clients send are not looked up, so addresses are kept here."""
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            logger.warning("the peer %s:%d cannot be found yet: %s", host, port, error)
+        else:
+            self._aliases |= {f"{PEER_PREFIX}{address[0]}:{port}" for *_, address in found}
         self._local = threading.local()
+
+    def goes_by(self, name: str) -> bool:
+        return name in self._aliases
 
     def count_prefix(self, keys: Sequence[OffloadKey]) -> int:
         with self._session() as session:
@@ -179,6 +191,7 @@ class PeerStore:
 
     def _connect(self) -> socket.socket:
         session = socket.create_connection(self._address, _TIMEOUT_S)
+        self._aliases.add(f"{PEER_PREFIX}{session.getpeername()[0]}:{self._address[1]}")
         try:
             session.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             session.sendall(_MAGIC + self._identity)

@@ -121,8 +121,6 @@ def test_a_restart_finds_its_files(tmp_path: Path, expected: list[int]) -> None:
         try:
             answer = ask(engine, f"launch-{number}", PROMPT, 8)
             assert await finished(answer) == expected
-            await settled(engine)
-            await asyncio.sleep(0.5)
             return answer.num_cached
         finally:
             await engine.stop()
@@ -255,6 +253,7 @@ def test_tiers_that_cannot_be_had_are_told_at_the_start(tmp_path: Path) -> None:
         (tiers(10, {"type": "fs", "root_dir": str(blocked / "below")}), "fs"),
         (tiers(1_000_000_000), "does not fit"),
         ({"kv_offloading_size": 1e-6}, "single block"),
+        (tiers(10, {"type": "fs", "root_dir": str(tmp_path), "quota_bytes": 1000}), "quota_bytes 1000"),
     ):
         with pytest.raises(StartupError, match=words):
             uvloop.run(started(**POOL, **settings))

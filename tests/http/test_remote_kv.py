@@ -29,7 +29,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Ser
     model = save_tiny_model(tmp_path_factory.mktemp("tiny"))
     port = free_port()
     producer = Server(*flags("kv_producer", port=port), model=model)
-    consumer = Server(*flags("kv_consumer", peers=[f"127.0.0.1:{port}"]), model=model)
+    consumer = Server(*flags("kv_consumer", peers=[f"localhost:{port}"]), model=model)
     with producer, consumer:
         yield producer, consumer
 

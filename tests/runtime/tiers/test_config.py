@@ -41,6 +41,9 @@ def test_the_short_form() -> None:
     assert of_size(0.5).kv_connector_extra_config.cpu_bytes_to_use == 1 << 29
     with pytest.raises(ValueError, match="at least 1"):
         of_size(0)
+    for nothing in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="number of GiB"):
+            of_size(nothing)
 
 
 SERVES, ASKS = {"type": "p2p", "port": 5710}, {"type": "p2p", "peers": ["a:5710"]}
@@ -51,6 +54,8 @@ def with_role(role: str, *tiers: dict[str, Any]) -> str:
 
 
 def test_roles_are_about_peers() -> None:
+    everywhere = SERVES | {"host": "0.0.0.0", "advertise_host": "node-a"}
+    assert parse(with_role("kv_producer", everywhere)).kv_role == "kv_producer"
     for role, tiers in (("kv_producer", [SERVES]), ("kv_consumer", [ASKS]), ("kv_both", [SERVES | ASKS])):
         assert parse(with_role(role, *tiers)).kv_role == role
 
@@ -70,7 +75,21 @@ def test_roles_are_about_peers() -> None:
         (extra(secondary_tiers=[{"type": "fs"}]), "root_dir"),
         (extra(secondary_tiers=[{"type": "fs", "root_dir": "/x", "quota": 1}]), "did you mean `quota_bytes`"),
         (extra(secondary_tiers=[{"type": "fs", "root_dir": "/x", "quota_bytes": 0}]), "at least 1"),
+        (extra(secondary_tiers=[{"type": "fs", "root_dir": ""}]), "root_dir"),
+        (
+            extra(secondary_tiers=[{"type": "fs", "root_dir": "/x", "n_read_threads": 0}]),
+            "n_read_threads. must be from 1",
+        ),
+        (extra(secondary_tiers=[{"type": "fs", "root_dir": "/x", "n_write_threads": 1000}]), "n_write_threads"),
+        (extra(secondary_tiers=[{"type": "fs", "root_dir": "/x", "load_timeout_s": 0}]), "load_timeout_s"),
+        (extra(secondary_tiers=[{"type": "obj", "store_config": {"bucket": "b"}, "io_threads": 0}]), "io_threads"),
+        (extra(secondary_tiers=[{"type": "p2p", "num_threads": -1}]), "num_threads"),
         (extra(secondary_tiers=[{"type": "p2p", "peers": ["here"]}]), "host:port"),
+        (extra(secondary_tiers=[{"type": "p2p", "peers": [":5710"]}]), "host:port"),
+        (extra(secondary_tiers=[{"type": "p2p", "peers": ["a:99999"]}]), "from 1 to 65535"),
+        (extra(secondary_tiers=[{"type": "p2p", "peers": ["a:1", "a:1"]}]), "twice"),
+        (extra(secondary_tiers=[{"type": "p2p", "port": 0}]), "port. must be from 1"),
+        (extra(secondary_tiers=[{"type": "p2p", "port": 1, "host": "0.0.0.0"}]), "advertise_host"),
         (with_role("kv_producer"), "kv_producer needs a tier of type p2p with a `port`"),
         (with_role("kv_producer", SERVES | ASKS), "no `peers`"),
         (with_role("kv_consumer", SERVES | ASKS), "no `port`"),

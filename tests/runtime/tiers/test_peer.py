@@ -76,6 +76,20 @@ def test_what_a_peer_has_is_found_and_fetched(instance: Instance) -> None:
     assert not store.write(key(5), page(5))
 
 
+def test_a_peer_goes_by_its_name_and_by_its_address(instance: Instance) -> None:
+    by_name = PeerStore("localhost", instance.port, LAYOUT)
+    assert by_name.count_prefix([key(0)]) == 1
+    assert by_name.goes_by(f"p2p:localhost:{instance.port}") and by_name.goes_by(f"p2p:127.0.0.1:{instance.port}")
+    assert not by_name.goes_by(f"p2p:127.0.0.1:{instance.port + 1}") and not by_name.goes_by("p2p:10.1.1.1:1")
+    assert PeerStore("[::1]", 1, LAYOUT).goes_by("p2p:::1:1")
+
+
+def test_a_peer_whose_name_is_not_known_yet_is_no_error() -> None:
+    store = PeerStore("no-such-host.invalid", 1, LAYOUT)
+    with pytest.raises(OSError, match=r"."):
+        store.count_prefix([key(0)])
+
+
 def test_another_model_is_refused(instance: Instance) -> None:
     store = PeerStore("127.0.0.1", instance.port, b"M" * 32)
     with pytest.raises(ConnectionError, match="another model"):
