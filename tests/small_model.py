@@ -31,8 +31,9 @@ LLAMA: dict[str, Any] = {
 """config.json but for the vocabulary and the context."""
 
 
-def save_random(path: Path, vocab_size: int, max_position_embeddings: int) -> None:
-    """Write config.json and weights of standard deviation 0.3, always the same ones; makes the directory."""
+def save_random(path: Path, vocab_size: int, max_position_embeddings: int, num_idle: int = 0) -> None:
+    """Write config.json and weights of standard deviation 0.3, always the same ones; makes the directory. `num_idle`
+    layers more add nothing."""
     chance = np.random.default_rng(1)
     hidden, inner, kv = LLAMA["hidden_size"], LLAMA["intermediate_size"], 2 * 16
 
@@ -41,17 +42,20 @@ def save_random(path: Path, vocab_size: int, max_position_embeddings: int) -> No
 
     weights = {"model.embed_tokens.weight": normal(vocab_size, hidden), "lm_head.weight": normal(vocab_size, hidden)}
     weights["model.norm.weight"] = np.ones(hidden, np.float32)
-    for layer in range(LLAMA["num_hidden_layers"]):
+    num_layers = LLAMA["num_hidden_layers"] + num_idle
+    for layer in range(num_layers):
         shapes = {"self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (kv, hidden)}
         shapes |= {"self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, hidden)}
         shapes |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
         for name, shape in shapes.items():
-            weights[f"model.layers.{layer}.{name}.weight"] = normal(*shape)
+            silent = layer >= LLAMA["num_hidden_layers"] and name in ("self_attn.o_proj", "mlp.down_proj")
+            weights[f"model.layers.{layer}.{name}.weight"] = normal(*shape) * (0.0 if silent else 1.0)
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"model.layers.{layer}.{name}.weight"] = np.ones(hidden, np.float32)
     path.mkdir(parents=True, exist_ok=True)
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     config = LLAMA | {"vocab_size": vocab_size, "max_position_embeddings": max_position_embeddings}
+    config["num_hidden_layers"] = num_layers
     (path / "config.json").write_text(json.dumps(config))
 
 

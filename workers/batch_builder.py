@@ -7,6 +7,8 @@ and the attention that reads them. Only the sampled tokens' places (`sample_at`)
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -48,6 +50,12 @@ class BatchBuilder:
         self._group_blocks = max(1, _GROUP_BYTES // layer_block_bytes)
         self._dtype = dtype
 
+    def of_rows(self, rows: Rows) -> BatchBuilder:
+        """Another one, for other rows of the same table."""
+        other = copy.copy(self)
+        other._rows = rows
+        return other
+
     def build(self, entries: Entries) -> Batch:
         """The step's forward pass. Reads row state, the table's token ids, and nothing else."""
         rows, start, num_tokens, num_decode = entries.rows, entries.start, entries.num_tokens, entries.num_decode
@@ -66,6 +74,8 @@ class BatchBuilder:
         draws_end = np.cumsum(entries.num_draws)
         _, sample_at = _expand(rows, end_at - entries.num_draws, entries.num_draws, draws_end)
         self._hang(positions, entries, order[:num_decode])
+        if entries.absent is not None:
+            positions += np.repeat(entries.absent[order], num_tokens[order])
         ids, at, sampled = map(torch.from_numpy, (input_ids, positions, sample_at))
         return Batch(ids, at, PlannedAttention(plan, at), sampled, end_at - num_tokens)
 

@@ -39,6 +39,9 @@ class Entries:
     """[E]: tokens that can be drawn: after each of a decode entry, after the last one of a prompt, else none."""
     branches: Branches | None = None
     """Of the decode entries; None when all are chains."""
+    absent: IntArray | None = None
+    """[E]: positions of each entry's past that the cache does without: its tokens' places in the sequence are so much
+    higher than `start` says. None: none."""
 
     @property
     def end(self) -> IntArray:

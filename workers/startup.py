@@ -23,6 +23,7 @@ from slipring.workers.loader import Weights
 from slipring.workers.models.registry import build_model
 from slipring.workers.runner import Runner
 from slipring.workers.speculation.build import build_proposer
+from slipring.workers.speculation.proposer import NullProposer, Proposer
 from slipring.workers.startup_clock import PhaseClock
 from slipring.workers.transfers import BlockMover
 from slipring.workers.weight_share import WeightShare
@@ -33,8 +34,8 @@ def build_executor(config: WorkerConfig, link: Link) -> Executor:
     clock = PhaseClock()
     torch.set_num_threads(config.num_threads)
     grammars = GrammarStore(config.model)
-    executor, kv = _for_device(config, link, clock, grammars)
-    _answer_control(config, link, grammars, kv)
+    executor, kv, proposer = _for_device(config, link, clock, grammars)
+    _answer_control(config, link, grammars, kv, proposer)
     # Everything so far lives as long as the process: keep it out of every later collection.
     gc.collect()
     gc.freeze()
@@ -43,13 +44,15 @@ def build_executor(config: WorkerConfig, link: Link) -> Executor:
     return executor
 
 
-def _answer_control(config: WorkerConfig, link: Link, grammars: GrammarStore, kv: KvCache) -> None:
+def _answer_control(config: WorkerConfig, link: Link, grammars: GrammarStore, kv: KvCache, proposer: Proposer) -> None:
     """Messages that belong to no step: grammars and, where there are tiers, transfers of blocks."""
     mover: BlockMover | None = None
 
     def handle(message: Message) -> Message | None:
         if isinstance(message, MoveBlocks):
             assert mover is not None, "a transfer for a worker without tiers"
+            if message.is_load:
+                proposer.overwritten(np.array(message.blocks, np.int64))
             mover.submit(message)
             return None
         return grammars.handle(message)
@@ -64,7 +67,7 @@ def _answer_control(config: WorkerConfig, link: Link, grammars: GrammarStore, kv
 
 def _for_device(
     config: WorkerConfig, link: Link, clock: PhaseClock, grammars: GrammarStore
-) -> tuple[Executor, KvCache]:
+) -> tuple[Executor, KvCache, Proposer]:
     if config.device == "cpu":
         return _for_cpu(config, link, clock, grammars)
     if config.device.startswith("cuda"):
@@ -72,11 +75,13 @@ def _for_device(
         from slipring.workers.cuda.device import CudaDevice
         from slipring.workers.cuda.startup import build_executor as build_cuda_executor
 
-        return build_cuda_executor(config, link, CudaDevice(config.device), clock, grammars)
+        return *build_cuda_executor(config, link, CudaDevice(config.device), clock, grammars), NullProposer()
     raise ValueError(f"device {config.device!r} is not supported; cpu and cuda:N are")
 
 
-def _for_cpu(config: WorkerConfig, link: Link, clock: PhaseClock, grammars: GrammarStore) -> tuple[Executor, KvCache]:
+def _for_cpu(
+    config: WorkerConfig, link: Link, clock: PhaseClock, grammars: GrammarStore
+) -> tuple[Executor, KvCache, Proposer]:
     link.beat(Phase.LOADING)
     share = None
     if config.weights_fd >= 0:
@@ -95,4 +100,4 @@ def _for_cpu(config: WorkerConfig, link: Link, clock: PhaseClock, grammars: Gram
     runner.warm_up()
     runner.proposer = build_proposer(config, runner, constraints, link.progress)
     clock.lap("warm up")
-    return InlineExecutor(link, runner), kv
+    return InlineExecutor(link, runner), kv, runner.proposer

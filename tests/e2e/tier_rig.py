@@ -181,9 +181,12 @@ def num_promoted(stats: Sequence[Stats]) -> int:
 TINY_TOKENS = range(4, 260)
 
 
-def save_tiny_model(path: Path) -> str:
-    """A Llama of random weights, with a tokenizer whose tokens are bytes. Returns its path."""
-    save_random(path, 260, 512)
+def save_tiny_model(path: Path, num_idle: int = 0) -> str:
+    """A Llama of random weights, with a tokenizer whose tokens are bytes. Returns its path.
+
+    `num_idle` layers more do nothing, and so take time: without them it is a draft model that is always right.
+    """
+    save_random(path, 260, 512, num_idle)
     names = ["<unk>", "<s>", "</s>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -131,6 +131,9 @@ class AdaptiveProposer(NullProposer):
         self._costs.observe(num_tokens, max(seconds - self._seconds, seconds / 2))
         self._proposer.step_took(num_tokens, seconds)
 
+    def overwritten(self, blocks: IntArray) -> None:
+        self._proposer.overwritten(blocks)
+
     def acceptance(self, rows: IntArray) -> FloatArray:
         """[R]: the chance that a draft is accepted when those before it were."""
         return self._levels.share(rows)

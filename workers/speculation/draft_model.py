@@ -4,7 +4,7 @@ Its keys and values lie in a pool of their own with the target's block numbers: 
 target keeps it, so blocks that the prefix cache shares bring their draft state along. The model runs only when drafts
 are asked for. Then it first computes what it has not seen of a row, a long prompt in slices, and drafts from there: a
 row that was not drafted for a while has no hole, only more to catch up with. `_entered` says which blocks it has seen
-whole; the target's own steps take that back where they write.
+whole; the target's own steps take that back where they write, and so do KV tiers.
 """
 
 from __future__ import annotations
@@ -81,6 +81,9 @@ class DraftModelProposer(NullProposer):
         for place in range(int((last - first).max(initial=-1)) + 1):
             here = (first + place <= last) & (entries.num_tokens > 0)
             self._entered[self._block_table[entries.rows[here], (first + place)[here]]] = False
+
+    def overwritten(self, blocks: IntArray) -> None:
+        self._entered[blocks] = False
 
     @torch.inference_mode()
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:

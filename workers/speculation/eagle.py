@@ -5,8 +5,10 @@ where the target keeps it, so blocks that the prefix cache shares bring their dr
 positions are entered (`saw`), with the target's hidden states; what the head writes for its own drafts is overwritten
 then.
 
-A row has a hole when positions before the first one it computes were never entered: its blocks came from a tier, or
-from a time when the head was not run. It is not drafted for as long as it lives. `_entered` says so for each block.
+A block that came from a tier, or from a time when the head was not run, is a hole: what was never entered cannot be
+made up for, since the target's hidden states of it are gone. The head does without: it attends to those blocks of a
+row alone that were entered, which is to guess a little worse. Its layer's keys and values depend on nothing but their
+own position, so what it enters behind a hole is as good as ever. `_entered` says which blocks have no hole.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from slipring.workers.models.llama import Llama
 from slipring.workers.rows import Rows
 from slipring.workers.sampler import Sampler
 from slipring.workers.speculation.eagle_head import MATRICES, EagleHead
+from slipring.workers.speculation.present_blocks import PresentBlocks
 from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer
 from slipring.workers.speculation.tree_search import CHAINS, Fed, FloatArray, TreeSearch, TreeShape
 from slipring.workers.speculation.verify import Runs
@@ -69,14 +72,17 @@ class EagleProposer(NullProposer):
         self._feature = torch.zeros((num_rows, target.spec.hidden_size), dtype=dtype)
         """The head's guess of the target's feature at each row's last token."""
         self._ready: NDArray[np.bool_] = np.zeros(num_rows, bool)
-        """Rows without a hole whose guess is of their last token."""
+        """Rows whose guess is of their last token."""
         self._begun: NDArray[np.bool_] = np.zeros(num_rows, bool)
         self._entered: NDArray[np.bool_] = np.zeros(len(keys), bool)
         """Blocks whose positions have all been entered."""
-        self._whole: NDArray[np.bool_] = np.zeros(num_rows, bool)
+        self._past = PresentBlocks(target.table, target.rows, target.builder)
 
     def admit(self, row: int, token_ids: NDArray[np.int32]) -> None:
         self._ready[row] = self._begun[row] = False
+
+    def overwritten(self, blocks: IntArray) -> None:
+        self._entered[blocks] = False
 
     @torch.inference_mode()
     def saw(self, entries: Entries, batch: Batch, hidden: Tensor, runs: Runs | None) -> None:
@@ -88,8 +94,8 @@ class EagleProposer(NullProposer):
         known = Entries(entries.rows, entries.start, count, entries.num_decode, chains, (drew > 0).astype(int))
         if not count.any():
             return
-        self._find_holes(known)
-        mine = target.builder.build(known)
+        self._enter(known)
+        mine = self._past.build(known)
         assert batch.entry_at is not None and mine.entry_at is not None
         entry, place = tokens_of(count)
         at = np.empty(len(entry), np.int64)
@@ -104,7 +110,7 @@ class EagleProposer(NullProposer):
         guessed = self._forward(mine, embedded, self._first(hidden, torch.from_numpy(at)))
         drawn = np.flatnonzero(drew > 0)
         self._feature[torch.from_numpy(entries.rows[drawn])] = guessed.index_select(0, mine.sample_at)
-        self._ready[entries.rows[drawn]] = self._whole[entries.rows[drawn]]
+        self._ready[entries.rows[drawn]] = True
 
     @torch.inference_mode()
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
@@ -121,7 +127,7 @@ class EagleProposer(NullProposer):
         """One guess more behind each of these drafts, from the feature that it was guessed from."""
         num_rows, width = fed.tokens.shape
         entries = Entries(rows, fed.start, fed.num, num_rows, Drafts.none(num_rows, width), fed.num, fed.branches)
-        batch, tokens = self._target.builder.build(entries), fed.tokens[np.arange(width) < fed.num[:, None]]
+        batch, tokens = self._past.build(entries), fed.tokens[np.arange(width) < fed.num[:, None]]
         embedded = F.embedding(torch.from_numpy(tokens), self._target.model.embedding)
         order = torch.argsort(batch.sample_at)  # the entries' tokens in the batch's order
         guessed = self._forward(batch, embedded.index_select(0, order), feature.index_select(0, order))
@@ -160,16 +166,15 @@ class EagleProposer(NullProposer):
             following[drawn] = runs.tokens[entry[drawn], draw[drawn]]
         return following
 
-    def _find_holes(self, known: Entries) -> None:
-        """Which rows have their whole past entered, and which blocks this step fills."""
-        rows, size = known.rows, self._target.table.shape.block_size
-        table = self._target.rows.block_table
-        for row, start in zip(rows.tolist(), known.start.tolist(), strict=True):
-            if not self._begun[row]:
-                self._begun[row] = True
-                self._whole[row] = bool(self._entered[table[row, : start // size]].all())
-        for row, start, end in zip(rows.tolist(), known.start.tolist(), known.end.tolist(), strict=True):
-            full = table[row, start // size : end // size]
-            self._entered[full] = self._whole[row]
-            if end % size:
-                self._entered[table[row, end // size]] = False
+    def _enter(self, known: Entries) -> None:
+        """Which blocks this step fills, and what rows that begin with it have before them."""
+        size, table = self._target.table.shape.block_size, self._target.rows.block_table
+        first, last = known.start // size, known.end // size
+        entry, place = tokens_of(last - first)
+        self._entered[table[known.rows[entry], first[entry] + place]] = True
+        partly = (known.end % size != 0) & (known.num_tokens > 0)
+        self._entered[table[known.rows[partly], last[partly]]] = False
+        for i in np.flatnonzero(~self._begun[known.rows]).tolist():
+            row = int(known.rows[i])
+            self._begun[row] = True
+            self._past.begin(row, self._entered[table[row, : first[i]]])

@@ -68,6 +68,9 @@ class GrammarProposer(NullProposer):
     def step_took(self, num_tokens: int, seconds: float) -> None:
         self._inner.step_took(num_tokens, seconds)
 
+    def overwritten(self, blocks: IntArray) -> None:
+        self._inner.overwritten(blocks)
+
 
 def _then(first: Drafts, second: Drafts) -> Drafts:
     """Chains, each followed by whatever the other one has for its row."""

@@ -118,6 +118,13 @@ class Proposer(Protocol):
         """A step of decode rows alone has computed so many tokens, drafts included."""
         ...
 
+    def overwritten(self, blocks: IntArray) -> None:
+        """These blocks [n] of the pool hold something else now, which no step computed: it came from a KV tier.
+
+        Called from another thread, while no step has these blocks.
+        """
+        ...
+
 
 class NullProposer:
     """Guesses nothing."""
@@ -138,3 +145,6 @@ class NullProposer:
 
     def step_took(self, num_tokens: int, seconds: float) -> None:
         """Nothing to learn."""
+
+    def overwritten(self, blocks: IntArray) -> None:
+        """Nothing to forget."""

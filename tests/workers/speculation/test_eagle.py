@@ -94,7 +94,13 @@ def test_what_a_head_reads_in_a_tree_is_what_it_reads_in_chains(
 ) -> None:
     rig, proposer = with_head(spec, head, shape, 8, block_size=4)
     sequences = generate(rig, params)
-    rows = np.array([sequence.row for sequence in sequences])
+    all_ranks = check_tree(proposer, sequences, most)
+    assert shape is not FIXED or all(ranks == set(FIXED.paths) for ranks in all_ranks)
+
+
+def check_tree(proposer: EagleProposer, sequences: list[Sequence], most: int) -> list[set[tuple[int, ...]]]:
+    """Each draft is worth what the head says in a chain; returns each row's ranks of its drafts' paths."""
+    rows, found = np.array([sequence.row for sequence in sequences]), list[set[tuple[int, ...]]]()
     drafts = proposer.propose(rows, np.full(len(rows), most))
     assert drafts.worth is not None and (drafts.num == most).all()
     for i, row in enumerate(rows.tolist()):
@@ -106,21 +112,22 @@ def test_what_a_head_reads_in_a_tree_is_what_it_reads_in_chains(
             assert drafts.worth[i, draft] == pytest.approx(worth, rel=1e-3)
             assert len(path) == 1 or drafts.worth[i, draft] <= drafts.worth[i, drafts.follows[i, draft]]
             all_ranks.add(tuple(ranks))
-        if shape is FIXED:
-            assert all_ranks == set(FIXED.paths)
+        found.append(all_ranks)
+    return found
 
 
-def dense_guess(rig: Rig, head: Path, tokens: list[int]) -> Tensor:
-    """The head's guess after `tokens`, with nothing paged and nothing incremental."""
+@torch.inference_mode()
+def dense_guess(rig: Rig, head: Path, tokens: list[int], absent: range = range(0)) -> Tensor:
+    """The head's guess after `tokens`, without the positions `absent`; nothing paged and nothing incremental."""
     spec, model = rig.config.model, rig.model
     other = Rig(spec, num_blocks=256)
     sequence = other.admit(tokens[:-1])
     other.model.taps = (loaded := load_head(head, spec, 128)).taps
-    seen: list[Tensor] = []
+    computed: list[Tensor] = []
     inner = other.model.hidden
-    other.model.hidden = lambda batch, kv: seen.append(inner(batch, kv)) or seen[-1]  # type: ignore[method-assign]
+    other.model.hidden = lambda batch, kv: computed.append(inner(batch, kv)) or computed[-1]  # type: ignore[method-assign]
     other.run([], [(sequence, len(tokens) - 1)])
-    normed = model.normed(seen[0], torch.arange(len(tokens) - 1))
+    normed = model.normed(computed[0], torch.arange(len(tokens) - 1))
     cos, sin = model.cos_sin[: len(tokens) - 1].unsqueeze(2).unbind(1)
 
     def attend(heads: Tensor, value: Tensor) -> Tensor:
@@ -131,12 +138,13 @@ def dense_guess(rig: Rig, head: Path, tokens: list[int]) -> Tensor:
             x.transpose(0, 1)[None]
             for x in (query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1))
         )
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        seen = torch.ones(len(heads), len(heads), dtype=torch.bool).tril_()
+        seen[len(heads) - 1, list(absent)] = False  # a layer's earlier guesses do not matter to its last one
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         return out[0].transpose(0, 1).flatten(1)
 
     embedded = F.embedding(torch.tensor(tokens[1:]), model.embedding)
-    with torch.inference_mode():
-        return loaded.forward(embedded, loaded.first(normed, other.model.tapped), attend)[-1]
+    return loaded.forward(embedded, loaded.first(normed, other.model.tapped), attend)[-1]
 
 
 @pytest.mark.parametrize("chunk", [4, 16])
@@ -144,26 +152,33 @@ def test_paged_state_is_that_of_a_dense_computation(spec: ModelSpec, head: Path,
     rig, proposer = with_head(spec, head)
     for sequence in generate(rig, SEEDED, chunk):
         assert proposer._ready[sequence.row]
-        with torch.inference_mode():
-            expected = dense_guess(rig, head, sequence.tokens)
+        expected = dense_guess(rig, head, sequence.tokens)
         assert (proposer._feature[sequence.row] - expected).abs().max() < 1e-3
 
 
-def test_a_row_with_a_hole_is_not_drafted(spec: ModelSpec, head: Path) -> None:
-    rig, proposer = with_head(spec, head)
-    (prompt,) = [prompt for prompt in prompts() if len(prompt) == 23]
+def test_a_head_does_without_what_it_never_entered(spec: ModelSpec, head: Path) -> None:
+    rig, proposer = with_head(spec, head, DYNAMIC, 8)
+    (prompt,) = [prompt for prompt in prompts() if len(prompt) == 41]
     first = rig.admit(prompt)
     rig.generate([first], 6)
-    # Another row on the first one's blocks, as the prefix cache gives them out: entered once, they count as such.
-    for whole, expected in ((True, True), (False, False)):
+
+    def after_a_hit() -> Sequence:
+        """Another row on the first one's blocks, as the prefix cache gives them out."""
         again = rig.admit(prompt)
-        again.num_computed, again.blocks[:2] = 16, first.blocks[:2]
-        rig.table.block_table[again.row, :2] = first.blocks[:2]
-        if not whole:
-            proposer._entered[first.blocks[1]] = False
-        rig.generate([again], 6)
-        assert bool(proposer._ready[again.row]) is expected
+        again.num_computed, again.blocks[:4] = 32, first.blocks[:4]
+        rig.table.block_table[again.row, :4] = first.blocks[:4]
+        return again
+
+    for absent in (range(0), range(1, 3), range(4)):
+        proposer.overwritten(np.array(first.blocks)[absent])
+        again, whole = after_a_hit(), rig.admit(prompts()[3])
+        rig.generate([again, whole], 6)
         assert again.outputs[:6] == first.outputs[:6]
+        check_tree(proposer, [again, whole], 8)
+        for sequence, missing in ((again, absent), (whole, range(0))):
+            expected = dense_guess(rig, head, sequence.tokens, range(missing.start * 8, missing.stop * 8))
+            assert (proposer._feature[sequence.row] - expected).abs().max() < 1e-3
+        assert proposer._entered[again.blocks[4]], "what is entered behind a hole counts"
 
 
 def test_a_head_for_another_model_is_refused(spec: ModelSpec, head: Path, tmp_path: Path) -> None:
