@@ -12,6 +12,7 @@ partly filled (`runner.py`). Paged kernels load no position outside of a row, an
 from __future__ import annotations
 
 import mmap
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -38,18 +39,31 @@ def block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
     return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize
 
 
-def size_pool(config: WorkerConfig, available: int) -> int:
-    """Number of blocks: as told, or as many as the byte budget holds. Raises MemoryShortageError."""
-    each = block_bytes(config.model, config.block_size, DTYPES[config.dtype])
+@dataclass(frozen=True, slots=True)
+class DraftMemory:
+    """Bytes that drafts take (`speculation/memory.py`)."""
+
+    for_each_block: int = 0
+    """Keys and values of a draft model or head, for each block of the pool."""
+    weights: int = 0
+
+
+def size_pool(config: WorkerConfig, available: int, drafts: DraftMemory = DraftMemory()) -> int:
+    """Number of blocks: as told, or as many as the byte budget holds, drafts' keys and values included. Raises
+    MemoryShortageError."""
+    each = block_bytes(config.model, config.block_size, DTYPES[config.dtype]) + drafts.for_each_block
     num_blocks = config.num_blocks if config.num_blocks is not None else config.kv_cache_bytes // each
     if num_blocks < 1:
         raise MemoryShortageError(
             f"--kv-cache-memory-bytes {config.kv_cache_bytes} does not hold a single block of {each} bytes"
         )
-    if num_blocks * each > available:
+    if num_blocks * each + drafts.weights > available:
+        needs = f"the KV cache needs {num_blocks * each / 2**30:.2f} GiB"
+        if drafts.weights:
+            needs += f" and what makes drafts {drafts.weights / 2**30:.2f} GiB more"
         raise MemoryShortageError(
-            f"the KV cache needs {num_blocks * each / 2**30:.2f} GiB but only {available / 2**30:.2f} GiB of memory is "
-            "available; lower --kv-cache-memory-bytes (or --num-gpu-blocks-override), or give the container more memory"
+            f"{needs} but only {available / 2**30:.2f} GiB of memory is available; lower --kv-cache-memory-bytes (or "
+            "--num-gpu-blocks-override), or give the container more memory"
         )
     return num_blocks
 
@@ -73,9 +87,9 @@ class KvCache:
         self.pools: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self._all]
 
     @classmethod
-    def for_worker(cls, config: WorkerConfig) -> KvCache:
-        """Raises MemoryShortageError when the pool does not fit into what the container still allows."""
-        num_blocks = size_pool(config, available_bytes())
+    def for_worker(cls, config: WorkerConfig, drafts: DraftMemory = DraftMemory()) -> KvCache:
+        """Raises MemoryShortageError when pool and drafts do not fit into what the container still allows."""
+        num_blocks = size_pool(config, available_bytes(), drafts)
         return cls(config.model, num_blocks, config.block_size, DTYPES[config.dtype])
 
     def as_bytes(self) -> NDArray[np.uint8]:

@@ -23,6 +23,7 @@ from slipring.workers.loader import Weights
 from slipring.workers.models.registry import build_model
 from slipring.workers.runner import Runner
 from slipring.workers.speculation.build import build_proposer
+from slipring.workers.speculation.memory import draft_memory
 from slipring.workers.speculation.proposer import NullProposer, Proposer
 from slipring.workers.startup_clock import PhaseClock
 from slipring.workers.transfers import BlockMover
@@ -91,7 +92,7 @@ def _for_cpu(
         model = build_model(config.model, weights, config.max_model_len)
     weights.close()
     # After the weights: what is still available then is what the pool may have.
-    kv = KvCache.for_worker(config)
+    kv = KvCache.for_worker(config, draft_memory(config))
     clock.lap("load")
     # One thread: the others are the forward pass's.
     constraints = Constraints(link.table, config.model, grammars, config.max_draft)

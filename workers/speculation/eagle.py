@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -67,14 +68,14 @@ class EagleProposer(NullProposer):
         wide = {name: weight.wide for name, weight in packed.items()}
         self._head = replace(head, weights=cast | wide, multiply=lambda x, name: int8_linear(x, packed[name]))
         model.taps = head.taps
-        keys, values = target.kv.pools[0]
-        self._pools = torch.zeros(keys.shape, dtype=dtype), torch.zeros(values.shape, dtype=dtype)
+        kv, one_layer = target.kv, msgspec.structs.replace(target.spec, num_layers=1)
+        (self._pools,) = KvCache(one_layer, kv.num_blocks, kv.block_size, dtype).pools
         self._feature = torch.zeros((num_rows, target.spec.hidden_size), dtype=dtype)
         """The head's guess of the target's feature at each row's last token."""
         self._ready: NDArray[np.bool_] = np.zeros(num_rows, bool)
         """Rows whose guess is of their last token."""
         self._begun: NDArray[np.bool_] = np.zeros(num_rows, bool)
-        self._entered: NDArray[np.bool_] = np.zeros(len(keys), bool)
+        self._entered: NDArray[np.bool_] = np.zeros(kv.num_blocks, bool)
         """Blocks whose positions have all been entered."""
         self._past = PresentBlocks(target.table, target.rows, target.builder)
 
