@@ -4,8 +4,8 @@ The engines stand side by side and take turns, a round of the conversations each
 hits all of them. Within a round one conversation follows the other, so a time to first token is work and not queueing.
 
 What is new in a turn must be computed whatever the tiers do: `device`, whose pool holds everything, says what is left
-then. Recomputation, and that, are the same whoever asks, so they are measured for every fourth conversation only; these
-are still twice of what the pool holds, and it finds none of them again.
+then. Recomputation, and that, are the same whoever asks, so they are measured for every fourth conversation only.
+While they are short the pool would hold these, so what recomputes has no prefix cache: of all 64 it would find none.
 
 In the second half of a round the files are no longer in the page cache: `fs` is the first half, `fs cold` the second.
 """
@@ -126,7 +126,7 @@ def kinds_of(num_talks: int, directory: str) -> list[Kind]:
     return [
         Kind("cpu", pool | tiers(every)),
         Kind("fs", pool | tiers(held, directory), directory=directory),
-        Kind("recomputed", pool, SAMPLED),
+        Kind("recomputed", pool | {"enable_prefix_caching": False}, SAMPLED),
         Kind("device", {"num_gpu_blocks_override": every // SAMPLED + _BLOCKS_PER_TALK}, SAMPLED),
     ]
 

@@ -85,7 +85,7 @@ def test_conversations_of_the_tiers_figure_fit_where_they_shall(num_talks: int) 
         return json.loads(kinds[name].settings["kv_transfer_config"])["kv_connector_extra_config"]
 
     assert pool("cpu") == pool("fs") == pool("recomputed") == num_talks // 8
-    assert num_talks / kinds["recomputed"].step >= 2 * pool("recomputed"), "each finds nothing when its turn comes"
+    assert kinds["recomputed"].settings["enable_prefix_caching"] is False, "each finds nothing when its turn comes"
     assert num_talks / kinds["device"].step <= pool("device"), "each finds everything"
     assert cpu_tier("cpu")["cpu_bytes_to_use"] // BLOCK_BYTES >= num_talks * num_blocks
     assert cpu_tier("fs")["cpu_bytes_to_use"] // BLOCK_BYTES == pool("fs") * num_blocks
