@@ -143,6 +143,7 @@ def _add_train_draft(commands: Any) -> None:
     train.add_argument("model", metavar="MODEL", type=not_empty, help="as for slipring serve")
     train.add_argument("--method", choices=("eagle", "medusa"), default="eagle", help="(default: %(default)s)")
     train.add_argument("--output", required=True, metavar="DIR", help="where the head is written")
+    train.add_argument("--from", dest="start", metavar="DIR", help="a head of this model to go on with")
     train.add_argument("--tokens", type=int, default=200_000, metavar="N", help="that are written (%(default)s)")
     train.add_argument("--text", metavar="FILE", help="paragraphs that the model shall answer or continue as well")
     train.add_argument("--epochs", type=int, default=6, metavar="N", help="(default: %(default)s)")

@@ -23,6 +23,7 @@ def run(args: argparse.Namespace) -> int:
         model=args.model,
         method=args.method,
         output=Path(args.output),
+        start=Path(args.start) if args.start else None,
         num_tokens=args.tokens,
         epochs=args.epochs,
         vocab_size=args.vocab_size,

@@ -35,6 +35,8 @@ class DraftOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     method: str
     output: Path
+    start: Path | None
+    """A head to go on with."""
     num_tokens: int
     epochs: int
     vocab_size: int
@@ -45,6 +47,8 @@ class DraftOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def train_draft(options: DraftOptions, on_progress: OnProgress) -> TrainingReport:
     """Returns the held-out figures. Raises TrainingError, ConfigError, ModelError or StartupError."""
+    if options.start is not None:
+        _check_start(options.start, options.method)
     engine = Engine(
         EngineConfig(
             model=options.model,
@@ -62,12 +66,21 @@ def train_draft(options: DraftOptions, on_progress: OnProgress) -> TrainingRepor
         prompts=written.prompts,
         greedy=written.greedy,
         output=str(options.output),
+        start=None if options.start is None else str(options.start),
         epochs=options.epochs,
         vocab_size=options.vocab_size,
         seed=options.seed,
         num_threads=engine.config.num_threads,
     )
     return _train(training, engine.config.worker_environment(), on_progress)
+
+
+def _check_start(start: Path, method: str) -> None:
+    """Before the model writes for an hour."""
+    if method != "eagle":
+        raise TrainingError("--from goes on with EAGLE heads only: Medusa heads begin from nothing")
+    if not (start / "model.safetensors").is_file():
+        raise TrainingError(f"--from {start} is not a head that train-draft has written: it has no model.safetensors")
 
 
 async def _write(engine: Engine, options: DraftOptions, on_progress: OnProgress) -> SelfText:

@@ -127,6 +127,8 @@ class DraftTraining(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a text was written greedily; only such texts are held out."""
     output: str
     """Directory of the head."""
+    start: str | None = None
+    """Directory of a head to go on with."""
     epochs: int
     vocab_size: int
     """Tokens that the head can guess."""

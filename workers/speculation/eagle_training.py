@@ -16,9 +16,9 @@ from slipring.workers.models.llama import Llama
 from slipring.workers.speculation.chain_attention import Past, chain_attention, shifted
 from slipring.workers.speculation.eagle_head import EagleHead
 from slipring.workers.speculation.first_weights import first_weights
-from slipring.workers.speculation.head_files import save_head
+from slipring.workers.speculation.head_files import load_head, save_head, shapes
 from slipring.workers.speculation.trainer import Report, Trainer
-from slipring.workers.speculation.training_texts import Lesson, taps_of
+from slipring.workers.speculation.training_texts import CONTEXT, Lesson, taps_of
 
 _DEPTHS = ((1.0, 0.5), (0.7, 0.25), (0.5, 0.25))
 """(weight of a depth's loss, share of the lessons that end with it): most is to be learnt about first guesses."""
@@ -29,10 +29,21 @@ class EagleTrainer(Trainer):
     rates = {"": 6e-4, "join": 2e-4, "fuse": 2e-4}  # noqa: RUF012
 
     def __init__(self, training: DraftTraining, report: Report) -> None:
+        """Raises ValueError when the head to go on with is not one that was trained here, for this model."""
+        self._start = None
+        if training.start is not None:
+            self._start = load_head(Path(training.start), training.model, CONTEXT + 1)
+            if self._start.weights.keys() != shapes(training.model, taps_of(training.model)).keys():
+                raise ValueError(f"{training.start} is of another design than the heads that are trained here")
         super().__init__(training, report, taps_of(training.model))
         self._head = EagleHead(self.spec, self.weights | {"output": self.output}, self.token_ids, self.taps)
 
+    def vocabulary(self) -> Tensor:
+        return super().vocabulary() if self._start is None else self._start.token_ids
+
     def first_weights(self, checkpoint: Weights, model: Llama) -> dict[str, Tensor]:
+        if self._start is not None:
+            return self._start.weights
         return first_weights(self.spec, self.taps, checkpoint, model, self.learnt)
 
     def loss(self, given: Lesson) -> Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from slipring.workers.speculation.acceptance import served_chains, shares
 from slipring.workers.speculation.training_texts import CONTEXT, Lesson, Text, lesson, lessons, read_texts
 
 _LEAST_SHARE, _WARM_STEPS = 0.03, 30
+_AVERAGED = 0.1
+"""Share of the steps, the latest ones, whose weights are averaged to what is kept."""
 _HARD = 0.5
 """Share of the loss that asks for the target's most likely token alone, rather than its distribution."""
 _HELD_OUT, _MOST_HELD = 0.08, 48
@@ -47,7 +50,7 @@ class Trainer(ABC):
             model = build_model(self.spec, checkpoint, CONTEXT + 1)
         texts = read_texts(training, model, taps, lambda done, total: self._tell("read", done, total, ""))
         self.held, self.learnt = self._split(texts)
-        self.token_ids = self._frequent_tokens()
+        self.token_ids = self.vocabulary()
         # Clones: what inference mode made cannot be saved for a backward pass.
         with torch.inference_mode():
             found, output = self.first_weights(checkpoint, model), model.output_rows(self.token_ids)
@@ -58,6 +61,17 @@ class Trainer(ABC):
     @abstractmethod
     def first_weights(self, checkpoint: Weights, model: Llama) -> dict[str, Tensor]:
         """Where training begins."""
+
+    def vocabulary(self) -> Tensor:
+        """[n] int64, rising: the tokens that the head can guess. These are what the model wrote most, and its ends of
+        sequence."""
+        counts = np.zeros(self.spec.vocab_size, np.int64)
+        for text in self.learnt:
+            np.add.at(counts, text.tokens[text.num_common : text.num_prompt].numpy(), 1)
+            np.add.at(counts, text.tokens[text.num_prompt :].numpy(), 4)  # answers are what is served
+        counts[list(self.spec.eos_token_ids)] += counts.max() + 1
+        size = min(self.training.vocab_size, len(counts))
+        return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
 
     @abstractmethod
     def loss(self, given: Lesson) -> Tensor:
@@ -75,6 +89,7 @@ class Trainer(ABC):
     def run(self) -> TrainingReport:
         """Train and save; returns the last report."""
         parameters = [weight.requires_grad_() for weight in self.weights.values()]
+        averages = [weight.detach().clone() for weight in parameters]
         optimizer = self._optimizer()
         epochs, done = self.training.epochs, 0
         total, accepted = epochs * len(lessons(self.learnt)), self.accepted()
@@ -90,9 +105,13 @@ class Trainer(ABC):
                 torch.nn.utils.clip_grad_norm_(parameters, 1.0)
                 optimizer.step()
                 done += 1
+                _average(averages, parameters, max(1 / done, 1 / (1 + _AVERAGED * total)))
                 self._tell("train", min(done, total), total, f"loss {loss.item():.2f}{words}")
-            accepted = self.accepted()
-            self.save({"model": self.spec.name, "epochs": epoch, "accepted": accepted})
+            with self._averaged(averages, parameters):
+                accepted = self.accepted()
+                self.save({"model": self.spec.name, "epochs": epoch, "accepted": accepted})
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, averages)
         return TrainingReport(phase="train", done=1, total=1, words="", accepted=accepted, final=True)
 
     @torch.no_grad()
@@ -110,6 +129,16 @@ class Trainer(ABC):
                 right = torch.stack([draft[:num] == wanted[d : d + num] for d, draft in enumerate(drafts)], 1)
                 steps.append(served_chains(right.numpy(), text.num_prompt - 1))
         return shares(np.concatenate(steps), chain) if steps else [0.0] * chain
+
+    @contextmanager
+    def _averaged(self, averages: list[Tensor], parameters: list[Tensor]) -> Iterator[None]:
+        """The weights are their averages."""
+        latest = [weight.detach().clone() for weight in parameters]
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, averages)
+        yield
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, latest)
 
     @torch.no_grad()
     def wanted(self, states: Tensor) -> Tensor:
@@ -132,18 +161,13 @@ class Trainer(ABC):
         groups = [{"params": [w], "rate": self.rates.get(name, self.rates[""])} for name, w in self.weights.items()]
         return torch.optim.AdamW(groups, lr=self.rates[""], betas=(0.9, 0.95), weight_decay=0.0)
 
-    def _frequent_tokens(self) -> Tensor:
-        """[n] int64, rising: what the model wrote most, and its ends of sequence."""
-        counts = np.zeros(self.spec.vocab_size, np.int64)
-        for text in self.learnt:
-            np.add.at(counts, text.tokens[text.num_common : text.num_prompt].numpy(), 1)
-            np.add.at(counts, text.tokens[text.num_prompt :].numpy(), 4)  # answers are what is served
-        counts[list(self.spec.eos_token_ids)] += counts.max() + 1
-        size = min(self.training.vocab_size, len(counts))
-        return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
-
     def _tell(self, phase: str, done: int, total: int, words: str) -> None:
         self._report(TrainingReport(phase=phase, done=done, total=total, words=words))
+
+
+@torch.no_grad()
+def _average(averages: list[Tensor], parameters: list[Tensor], share: float) -> None:
+    torch._foreach_lerp_(averages, parameters, share)
 
 
 def _schedule(step: int, total: int) -> float:

@@ -8,6 +8,7 @@ import sys
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 
 from slipring.shm.spec import DraftTraining, TrainingReport
 from slipring.workers.speculation.eagle_training import EagleTrainer
@@ -25,7 +26,12 @@ def main() -> int:
         sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
         sys.stdout.buffer.flush()
 
-    report(_TRAINERS[training.method](training, report).run())
+    try:
+        trainer = _TRAINERS[training.method](training, report)
+    except (OSError, ValueError, SafetensorError, msgspec.DecodeError) as error:
+        print(f"slipring: {error}", file=sys.stderr)
+        return 1
+    report(trainer.run())
     return 0
 
 

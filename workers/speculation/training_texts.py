@@ -124,8 +124,8 @@ def lessons(texts: list[Text]) -> list[list[Text]]:
 def lesson(texts: list[Text]) -> Lesson:
     """The last position of a text has nothing to guess that is known."""
     lengths = [len(text.tokens) - 1 for text in texts]
-    # Input position p guesses the token at p + 2.
-    counts = [torch.arange(length) >= text.num_common - 2 for text, length in zip(texts, lengths, strict=True)]
+    # Input position p guesses the token at p + 2. Only answers are served.
+    counts = [torch.arange(length) >= text.num_prompt - 2 for text, length in zip(texts, lengths, strict=True)]
     return Lesson(
         torch.cat([text.streams[:-1] for text in texts]).float().transpose(0, 1),
         torch.cat([text.tokens[1:] for text in texts]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -12,8 +13,9 @@ from slipring.shm.spec import DraftTraining, ModelSpec, TrainingReport
 from slipring.workers.speculation import trainer as trainer_module
 from slipring.workers.speculation import training_texts
 from slipring.workers.speculation.eagle import EagleProposer, Target
+from slipring.workers.speculation.eagle_head import EagleHead
 from slipring.workers.speculation.eagle_training import EagleTrainer
-from slipring.workers.speculation.head_files import load_head
+from slipring.workers.speculation.head_files import load_head, save_head, shapes
 from slipring.workers.speculation.medusa import MedusaProposer
 from slipring.workers.speculation.medusa_head import load_medusa
 from slipring.workers.speculation.medusa_training import MedusaTrainer
@@ -72,6 +74,21 @@ def test_a_trained_head_is_right_more_often_than_not(
     load = {"eagle": lambda: load_head(head, spec, 128), "medusa": lambda: load_medusa(head, spec)}[method]
     assert torch.equal(load().token_ids, trainer.token_ids)
     assert_served(spec, method, head, sequences, 1 + sum(learnt))
+    if method == "eagle":
+        again = msgspec.structs.replace(trainer.training, start=str(head), vocab_size=20)
+        resumed = EagleTrainer(again, reports.append)
+        assert torch.equal(resumed.token_ids, trainer.token_ids), "a head goes on with its own vocabulary"
+        assert sum(resumed.accepted(texts, 3)) > 0.9 * sum(learnt)
+
+
+def test_a_head_to_go_on_with_must_be_ours(spec: ModelSpec, tmp_path: Path) -> None:
+    _, sequences = write(spec, 4)
+    head = tmp_path / "head"
+    weights = {name: torch.zeros(shape) for name, shape in shapes(spec).items()}
+    save_head(head, EagleHead(spec, weights, torch.arange(9)), {})
+    training = draft_training(spec, "eagle", sequences, tmp_path / "new", 1)
+    with pytest.raises(ValueError, match="another design"):
+        EagleTrainer(msgspec.structs.replace(training, start=str(head)), lambda report: None)
 
 
 def assert_served(spec: ModelSpec, method: str, head: Path, sequences: list[Sequence], mean_length: float) -> None:
