@@ -16,7 +16,7 @@ import functools
 import logging
 import socket
 import ssl
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -86,7 +86,7 @@ class HttpServer:
         if self._api.draining or response.status in (408, 413):
             reply.force_close()
         await reply.prepare(request)
-        await self._while_it_reads(request, reply.write_eof())
+        await self._while_it_reads(request, reply.write_eof)
         return reply
 
     async def _stream(self, request: web.BaseRequest, response: ApiResponse, stream: FrameStream) -> web.StreamResponse:
@@ -121,12 +121,12 @@ class HttpServer:
         _open_transport(request)
         if not request.protocol.writing_paused:
             return
-        await self._while_it_reads(request, request.writer.drain())
+        await self._while_it_reads(request, request.writer.drain)
 
-    async def _while_it_reads(self, request: web.BaseRequest, writing: Coroutine[Any, Any, None]) -> None:
-        """Await `writing` for as long as the client takes something. Raises ConnectionResetError when it does not."""
+    async def _while_it_reads(self, request: web.BaseRequest, write: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Await `write` for as long as the client takes something. Raises ConnectionResetError when it does not."""
         transport = _open_transport(request)
-        task = asyncio.ensure_future(writing)
+        task = asyncio.ensure_future(write())
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         while True:
             unsent = transport.get_write_buffer_size()
@@ -189,6 +189,8 @@ class _Connection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """What never reached the API: HTTP that cannot be parsed (4xx), and bugs of this file (5xx)."""
+        if isinstance(exc, ConnectionError):
+            raise exc  # the client has gone: aiohttp lets the connection end
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has already begun")
         if status >= 500:

@@ -18,6 +18,7 @@ import pytest
 import uvloop
 
 from slipring.http.api import Api
+from slipring.http.exchange import ApiRequest, ApiResponse
 from slipring.http.listeners import BindError, bind, bind_unix, tls_context
 from slipring.http.server import HttpServer
 from tests.http.calls import CHAT, COMPLETIONS, HELLO, make_api
@@ -130,6 +131,29 @@ def test_a_client_that_leaves_takes_its_work_along(stream: bool) -> None:
             writer.transport.abort()
             await until(lambda: engine.aborted, "aborted")
             assert engine.sinks == {}
+
+    on_uvloop(main)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_client_that_has_left_before_its_answer_is_no_failure_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        sockets, api = bind("127.0.0.1", 0), make_api(EngineDouble())
+        server, inner = HttpServer(api), api.handle
+
+        async def while_the_connection_closes(asked: ApiRequest) -> ApiResponse:
+            response = await inner(asked)
+            assert server._protocols is not None
+            for connection in server._protocols.connections:
+                assert connection.transport is not None
+                connection.transport.close()
+            return response
+
+        api.handle = while_the_connection_closes  # type: ignore[method-assign]
+        await server.start(sockets)
+        answer = await exchange(sockets[0].getsockname()[1], b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        await server.stop(0.1)
+        assert answer == b"" and not caplog.records
 
     on_uvloop(main)
 
