@@ -31,9 +31,11 @@ LLAMA: dict[str, Any] = {
 """config.json but for the vocabulary and the context."""
 
 
-def save_random(path: Path, vocab_size: int, max_position_embeddings: int, num_idle: int = 0) -> None:
+def save_random(
+    path: Path, vocab_size: int, max_position_embeddings: int, num_idle: int = 0, loudness: float = 1.0
+) -> None:
     """Write config.json and weights of standard deviation 0.3, always the same ones; makes the directory. `num_idle`
-    layers more add nothing."""
+    layers more add nothing; what the others add to the residual stream is multiplied with `loudness`."""
     chance = np.random.default_rng(1)
     hidden, inner, kv = LLAMA["hidden_size"], LLAMA["intermediate_size"], 2 * 16
 
@@ -48,8 +50,10 @@ def save_random(path: Path, vocab_size: int, max_position_embeddings: int, num_i
         shapes |= {"self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, hidden)}
         shapes |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
         for name, shape in shapes.items():
-            silent = layer >= LLAMA["num_hidden_layers"] and name in ("self_attn.o_proj", "mlp.down_proj")
-            weights[f"model.layers.{layer}.{name}.weight"] = normal(*shape) * (0.0 if silent else 1.0)
+            weight = normal(*shape)
+            if name in ("self_attn.o_proj", "mlp.down_proj"):
+                weight *= loudness if layer < LLAMA["num_hidden_layers"] else 0.0
+            weights[f"model.layers.{layer}.{name}.weight"] = weight
         for name in ("input_layernorm", "post_attention_layernorm"):
             weights[f"model.layers.{layer}.{name}.weight"] = np.ones(hidden, np.float32)
     path.mkdir(parents=True, exist_ok=True)

@@ -181,12 +181,13 @@ def num_promoted(stats: Sequence[Stats]) -> int:
 TINY_TOKENS = range(4, 260)
 
 
-def save_tiny_model(path: Path, num_idle: int = 0) -> str:
+def save_tiny_model(path: Path, num_idle: int = 0, loudness: float = 1.0) -> str:
     """A Llama of random weights, with a tokenizer whose tokens are bytes. Returns its path.
 
-    `num_idle` layers more do nothing, and so take time: without them it is a draft model that is always right.
+    `num_idle` layers more do nothing, and so take time: without them it is a draft model that is always right. With a
+    small `loudness` a token says most about the next one, so that others guess well, too.
     """
-    save_random(path, 260, 512, num_idle)
+    save_random(path, 260, 512, num_idle, loudness)
     names = ["<unk>", "<s>", "</s>", "<pad>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
