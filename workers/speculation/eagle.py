@@ -7,7 +7,7 @@ then.
 
 A block that came from a tier, or from a time when the head was not run, is a hole: what was never entered cannot be
 made up for, since the target's hidden states of it are gone. The head does without: it attends to those blocks of a
-row alone that were entered, which is to guess a little worse. Its layer's keys and values depend on nothing but their
+row alone that were entered, which is to guess worse. Its layer's keys and values depend on nothing but their
 own position, so what it enters behind a hole is as good as ever. `_entered` says which blocks have no hole.
 """
 
