@@ -62,7 +62,7 @@ class StepDeadline:
 
     def cancel(self) -> None:
         """Nobody is to be judged any more."""
-        self._is_over = True
+        self._is_over, self._on_overdue = True, _not_told
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -113,3 +113,7 @@ class StepDeadline:
             return f"{overdue}, and it was never picked up"
         heard_s = now - state.heartbeat_ns / 1e9
         return f"{overdue}; the worker is {state.phase.name.lower()}, last heard of {heard_s:.1f} s ago"
+
+
+def _not_told(words: str, silent_s: float, limit_s: float) -> None:
+    """Instead of a callback that holds its owner, which holds the deadline."""

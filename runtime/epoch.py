@@ -144,6 +144,7 @@ class Epoch:
         self.closed = True
         self.worker.close()
         self._exited.set()
+        self._on_death = None
         for bell in self._bells:
             bell.close()
         self.meeting.close()

@@ -132,6 +132,8 @@ class WorkerProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_REAP_S)
         self._release()
+        # Whom it told holds it: a cycle would keep the epoch's memory mapped until the collector runs.
+        self._on_death, self._on_reaped = None, lambda: None
 
     def describe_exit(self, status: int) -> str:
         """The exit in words, with the hint that people need most often."""

@@ -125,7 +125,8 @@ class LoopWaiter:
         """`on_ready` is not called any more."""
         self._loop.remove_reader(self._doorbell.fd)
         self._max_spin_us = self._poll_until_ns = 0
-        self._ready = lambda: False
+        # They hold who made them, and that one us: nothing but the cycle collector would part the two.
+        self._ready, self._on_ready = lambda: False, lambda: None
 
     def _poll(self) -> None:
         if self._ready():
