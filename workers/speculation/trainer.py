@@ -110,8 +110,7 @@ class Trainer(ABC):
             with self._averaged(averages, parameters):
                 accepted = self.accepted()
                 self.save({"model": self.spec.name, "epochs": epoch, "accepted": accepted})
-        with torch.no_grad():
-            torch._foreach_copy_(parameters, averages)
+        _copy(averages, parameters)
         return TrainingReport(phase="train", done=1, total=1, words="", accepted=accepted, final=True)
 
     @torch.no_grad()
@@ -134,11 +133,9 @@ class Trainer(ABC):
     def _averaged(self, averages: list[Tensor], parameters: list[Tensor]) -> Iterator[None]:
         """The weights are their averages."""
         latest = [weight.detach().clone() for weight in parameters]
-        with torch.no_grad():
-            torch._foreach_copy_(parameters, averages)
+        _copy(averages, parameters)
         yield
-        with torch.no_grad():
-            torch._foreach_copy_(parameters, latest)
+        _copy(latest, parameters)
 
     @torch.no_grad()
     def wanted(self, states: Tensor) -> Tensor:
@@ -167,7 +164,14 @@ class Trainer(ABC):
 
 @torch.no_grad()
 def _average(averages: list[Tensor], parameters: list[Tensor], share: float) -> None:
-    torch._foreach_lerp_(averages, parameters, share)
+    for average, weight in zip(averages, parameters, strict=True):
+        average.lerp_(weight, share)
+
+
+@torch.no_grad()
+def _copy(source: list[Tensor], target: list[Tensor]) -> None:
+    for value, weight in zip(source, target, strict=True):
+        weight.copy_(value)
 
 
 def _schedule(step: int, total: int) -> float:
