@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -19,6 +20,7 @@ BLOCK = 16
 BLOCK_BYTES = 737_280
 """Of SmolLM2-135M in float32."""
 TOKENS = (100, 40_000)
+T = TypeVar("T")
 
 
 @dataclass
@@ -72,6 +74,12 @@ async def settled(engine: Engine) -> None:
     async with asyncio.timeout(120):
         while (stats := engine.stats().tiers) is not None and stats.num_pinned:
             await asyncio.sleep(0.05)
+
+
+def in_turns(kinds: Sequence[T], round_number: int) -> list[T]:
+    """Everybody, and each round somebody else begins."""
+    first = round_number % len(kinds)
+    return [*kinds[first:], *kinds[:first]]
 
 
 def moved_mb(engine: Engine) -> dict[str, int]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from perf.figure import percentile
-from perf.tier_engine import BLOCK, TOKENS, Engine, ask, moved_mb, say, settled, started, tiers
+from perf.tier_engine import BLOCK, TOKENS, Engine, ask, in_turns, moved_mb, say, settled, started, tiers
 
 NUM_STREAMS, STREAM_TOKENS = 4, 96
 NUM_PREFIXES, PREFIX_BLOCKS, NEW_BLOCKS = 6, 30, 2
@@ -56,8 +56,7 @@ class Streams:
             for stretch in range(self._num_stretches):
                 streams = self._prompts(NUM_STREAMS, 2 * BLOCK)
                 questions = self._prompts(200, NEW_BLOCKS * BLOCK)
-                names = list(kinds)
-                for name in names[stretch % len(names) :] + names[: stretch % len(names)]:
+                for name in in_turns(list(kinds), stretch):
                     found, count = await self._stretch(engines[name], stretch, streams, questions)
                     gaps[name] += found
                     turns[name] += count

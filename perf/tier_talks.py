@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from perf.figure import percentile
-from perf.tier_engine import BLOCK, TOKENS, Engine, ask, say, settled, started, tiers
+from perf.tier_engine import BLOCK, TOKENS, Engine, ask, in_turns, say, settled, started, tiers
 
 NUM_TALKS, NUM_TURNS = 64, 6
 HELD_SHARE = 1 / 8
@@ -69,7 +69,7 @@ class Talks:
                 say(f"an engine for conversations, {kind.name}, is ready")
             for turn in range(NUM_TURNS):
                 self._ask_something_new(turn)
-                for kind in kinds[turn % len(kinds) :] + kinds[: turn % len(kinds)]:
+                for kind in in_turns(kinds, turn):
                     began = time.monotonic()
                     await self._round(engines[kind.name], kind, turn)
                     say(f"turn {turn + 1} of {NUM_TURNS}, {kind.name}: {time.monotonic() - began:.0f} s")

@@ -25,7 +25,7 @@ from slipring.runtime.request import Delta, GenerationRequest, TokenLogprob
 from slipring.runtime.stats import Stats
 from slipring.shm.params import SamplingParams
 from tests.e2e.guessing_heads import save_eagle, save_medusa
-from tests.e2e.tier_rig import TINY_TOKENS, save_tiny_model
+from tests.e2e.tier_rig import TINY_TOKENS, save_tiny_model, settled
 
 NUM_STREAMS = 64
 LOUDNESS = 0.01
@@ -110,10 +110,8 @@ async def answered(model: str, at_once: bool, **settings: Any) -> Answers:
                 await asyncio.sleep(0.01)  # arrivals, not one batch
         for stream in found:
             await asyncio.wait_for(stream.done.wait(), 120)
-        async with asyncio.timeout(10):
-            while (stats := engine.stats()).num_free_blocks < stats.num_blocks:
-                await asyncio.sleep(0.01)
-        return Answers(found, stats)
+        await settled(engine)
+        return Answers(found, engine.stats())
     finally:
         await engine.stop()
 
