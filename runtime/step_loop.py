@@ -117,20 +117,27 @@ class StepLoop:
         self._moved.set()
 
     def salvage(self) -> None:
-        """The worker is gone: take the steps that it had published, and deliver them."""
+        """The worker is gone: take the steps that it had published, and deliver them; unless the requests have been
+        handed over by now, and somebody else computes those steps again."""
+        scheduler = self.scheduler
+        if scheduler is None or scheduler.is_bereft:
+            return
         try:
-            while self.scheduler is not None and (slot := self.epoch.outputs.try_read()) is not None:
+            while (slot := self.epoch.outputs.try_read()) is not None:
                 kind, _, step_id, _ = self.epoch.outputs.header(slot)
                 if kind == SlotKind.STEP:
                     view = self.epoch.output_views[slot]
-                    self._deliver(self.scheduler, self.scheduler.update(view, step_id), view)
+                    self._deliver(scheduler, scheduler.update(view, step_id), view)
                 self.epoch.outputs.advance()
         except Exception as error:  # what cannot be read any more is computed again
             logger.warning("outputs of the ended epoch are dropped: %r", error)
 
     def requests_in_flight(self) -> list[Request]:
-        """Those that the worker was computing, or was about to, and whose step never came back."""
-        return [] if self.scheduler is None else self.scheduler.requests_in_flight()
+        """Those that the worker was computing, or was about to, and whose step never came back. None, once they have
+        been handed over."""
+        if self.scheduler is None or self.scheduler.is_bereft:
+            return []
+        return self.scheduler.requests_in_flight()
 
     async def stored(self, timeout_s: float) -> None:
         """Wait, not longer than this, for the transfers that the worker has not acknowledged."""

@@ -64,6 +64,7 @@ class Request:
     __slots__ = (
         "arrival",
         "block_hashes",
+        "holder",
         "key",
         "leader",
         "limit",
@@ -118,6 +119,8 @@ class Request:
         self.num_shared_blocks: int | None = None
         """Leading blocks that it takes from its leader; None: all whole blocks of the prompt, which is the same."""
         self.owner = owner
+        self.holder: object | None = None
+        """Stands for the scheduler whose request it is, from `Scheduler.add` on; `restart` takes it from there."""
         self.tier_limits = tier_limits
         self.row = -1
         self.status = RequestStatus.WAITING
@@ -133,7 +136,9 @@ class Request:
         """Hashes of the leading full blocks, as far as they have been computed."""
 
     def restart(self, token_ids: NDArray[np.int32], num_scored: int, block_size: int) -> None:
-        """Make it ready for another scheduler, with what is known; the old one is gone, rows and blocks too."""
+        """Make it ready for another scheduler, with what is known. It is the old one's no more, whose rows and blocks
+        are lost."""
+        self.holder = None
         self.token_ids = token_ids
         self.num_scored = num_scored
         self.status = RequestStatus.WAITING

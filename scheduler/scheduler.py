@@ -92,11 +92,16 @@ class Scheduler:
         self._look_every = _LOOK_EVERY + 2 * config.max_draft
         self._runs = AcceptedRuns(self._live, self.decode, self.counters, config.max_draft, config.draft_depth)
         self._decode_flags = _DECODE_FLAGS | (int(StepFlag.UPPER_BOUND) if config.max_draft else 0)
+        self._mark = object()
+        """Says whose requests they are. Not the scheduler itself: an ended epoch's memory shall not wait for the
+        collector of cycles."""
 
     # --- requests come and go -------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Put a request in line. It must fit: limit <= max_model_len <= the pool."""
+        """Put a request in line. It must fit: limit <= max_model_len <= the pool; and be no other scheduler's."""
+        assert request.holder is None, "a request belongs to one scheduler at a time"
+        request.holder = self._mark
         request.key = self.waiting.key(request)
         self.waiting.push(request)
         self.offload.begin(request)
@@ -145,6 +150,11 @@ class Scheduler:
                 if (request := self.request_at(row, generation)) is not None:
                     found[row] = request
         return list(found.values())
+
+    @property
+    def is_bereft(self) -> bool:
+        """Requests that hold rows were taken from it, so that what comes back for these must change nothing."""
+        return any(request is not None and request.holder is not self._mark for request in self._live.request_of)
 
     @property
     def has_work(self) -> bool:

@@ -306,6 +306,21 @@ def test_an_aborted_request_is_free_at_once_and_its_late_tokens_are_dropped() ->
     harness.assert_idle()
 
 
+def test_a_request_belongs_to_one_scheduler_at_a_time() -> None:
+    old, new = Harness(), Harness()
+    request = old.add([1, 2, 3])
+    old.publish()
+    with pytest.raises(AssertionError, match="one scheduler at a time"):
+        new.scheduler.add(request)
+    assert not old.scheduler.is_bereft
+    request.restart(request.token_ids, 0, old.config.block_size)
+    new.output_of[request], new.report_of[request] = [], []
+    new.scheduler.add(request)
+    assert old.scheduler.is_bereft and not new.scheduler.is_bereft
+    new.run()
+    new.assert_right(request)
+
+
 def test_a_prompt_of_one_token_and_one_token_out() -> None:
     harness = Harness()
     request = harness.add([3], max_tokens=1)

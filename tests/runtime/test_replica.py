@@ -1,0 +1,45 @@
+"""What a replica does with its requests when somebody intervenes between a fault and the end of its worker."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipring.runtime.replica import Replica
+from slipring.runtime.supervisor import Event, State
+from tests.runtime.test_engine import ask, run, running, settled, submit
+from tests.runtime.test_recovery import given
+from tests.simulated_device import expected_tokens
+
+
+async def broken_with_an_output_unread(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step loop has failed, its worker is not reaped yet, and a step of it lies in the ring."""
+    loop = replica.step_loop
+
+    def broken(slot: int) -> None:
+        raise ZeroDivisionError("broken on purpose")
+
+    monkeypatch.setattr(loop, "_take_output", broken)
+    await replica.settled([State.UNHEALTHY])
+    assert loop.epoch.outputs_are_there() and not loop.epoch.closed
+
+
+@pytest.mark.parametrize("event", [Event.DRAIN, Event.SCALE_DOWN])
+def test_a_request_that_was_handed_over_is_computed_once(event: Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the old worker has published of it counts no more: neither its tokens nor its end."""
+
+    async def scenario() -> None:
+        async with running({"step_s": 0.01}, data_parallel_size=2, auto_recovery=False) as engine:
+            lengths = [4, 30]
+            streams = [submit(engine, ask([9, n], n, seed=n, data_parallel_rank=0)) for n in lengths]
+            await given(streams, 3)
+            first, second = engine.replicas
+            await broken_with_an_output_unread(first, monkeypatch)
+            assert first.command(event) is None
+            for n, stream in zip(lengths, streams, strict=True):
+                await stream.wait()
+                assert stream.tokens() == expected_tokens([9, n], n, engine.spec.vocab_size, n)
+                assert stream.deltas[-1].finish_reason == "length"
+            assert second.state is State.HEALTHY and second.fault is None
+            await settled(engine)
+
+    run(scenario())
