@@ -1,15 +1,16 @@
 """Speculation on the real model: time per output token with it, against without, in interleaved runs.
 
-Two engines stand side by side and take turns, each begins every other time, so that what else the machine does hits
-both. Every stream must give the same tokens with and without (float32; near ties are excused, as everywhere).
-`SPECULATION_HEAD` names the directory of a draft head (`slipring train-draft`), which is measured too then.
+Engines stand side by side and take turns, another one begins each time, so that what else the machine does hits all.
+Every stream must give the same tokens with and without (float32; near ties are excused, as everywhere).
+`SPECULATION_HEAD` names the directory of another draft head (`slipring train-draft`) than the repository's.
 
-`--only` takes methods and workloads, separated by commas: `--only ngram,free`. All of it takes about seven minutes.
+`--only` takes methods and workloads, separated by commas: `--only ngram,free`. All of it takes a quarter of an hour.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import statistics
@@ -48,6 +49,8 @@ SCHEMA = {
 WORKLOADS = ("repeating", "free", "64 streams", "structured")
 NUM_STREAMS = 64
 MOST_DIFFERENT = 0.02
+HEAD = Path(__file__).parents[1] / "heads" / "smollm2-eagle"
+PLAIN = "none"
 _TOKENS = {"repeating": 96, "free": 48, "64 streams": 20, "structured": 160}
 """Most output tokens of a stream."""
 
@@ -87,11 +90,12 @@ def methods() -> dict[str, dict[str, object]]:
         "suffix wide": {"method": "suffix"} | wide,
         "grammar": {"method": "grammar"},
     }
-    if head := os.environ.get("SPECULATION_HEAD"):
-        method = json.loads((Path(head) / "config.json").read_text()).get("method", "eagle")
-        found[method] = {"method": method, "model": head, "num_speculative_tokens": 3}
-        if method == "eagle":
-            found["eagle tree"] = found[method] | {"num_speculative_tokens": 4, "num_draft_tree_tokens": 12}
+    head = Path(os.environ.get("SPECULATION_HEAD", HEAD))
+    method = json.loads((head / "config.json").read_text()).get("method", "eagle")
+    found[method] = {"method": method, "model": str(head), "num_speculative_tokens": 3}
+    found[f"{method} wide"] = found[method] | wide
+    if method == "eagle":
+        found["eagle tree"] = found[method] | {"num_speculative_tokens": 4, "num_draft_tree_tokens": 12}
     return found
 
 
@@ -120,55 +124,57 @@ def _is_told(method: str, workload: str) -> bool:
 async def _measure(options: Options) -> Measurement:
     summary, table, samples = {}, [], {}
     wanted = cells(options)
-    plain = await _engine(None)
-    try:
-        for method in dict.fromkeys(method for method, _ in wanted):
-            drafting = await _engine(json.dumps(methods()[method]))
-            try:
-                for workload in (workload for each, workload in wanted if each == method):
-                    row, ratios = await _compare(plain, drafting, method, workload, options)
-                    table.append(row)
-                    key = f"{method}_{workload}".replace(" ", "_")
-                    summary |= {f"{name}_{key}": row[name] for name in ("tpot_ratio", "accepted_length_mean")}
-                    if row["valid_share"] != "":
-                        summary[f"valid_share_{key}"] = row["valid_share"]
-                    samples[key] = ratios
-            finally:
-                await drafting.stop()
-    finally:
-        await plain.stop()
+    async with contextlib.AsyncExitStack() as stack:
+        engines: dict[str, Engine] = {}
+        for method in (PLAIN, *dict.fromkeys(method for method, _ in wanted)):
+            engines[method] = await _engine(None if method == PLAIN else json.dumps(methods()[method]))
+            stack.push_async_callback(engines[method].stop)
+        for workload in dict.fromkeys(workload for _, workload in wanted):
+            of_workload = [method for method, each in wanted if each == workload]
+            taking_part = {method: engines[method] for method in (PLAIN, *of_workload)}
+            for row, ratios in await _compare(taking_part, workload, options):
+                table.append(row)
+                key = f"{row['method']}_{workload}".replace(" ", "_")
+                summary |= {f"{name}_{key}": row[name] for name in ("tpot_ratio", "accepted_length_mean")}
+                if row["valid_share"] != "":
+                    summary[f"valid_share_{key}"] = row["valid_share"]
+                samples[key] = ratios
     return Measurement(summary, table, samples, "tpot_ratio: without / with, so larger is better; the bonus is counted")
 
 
-async def _compare(
-    plain: Engine, drafting: Engine, method: str, workload: str, options: Options
-) -> tuple[dict, list[float]]:
-    """One row, and the ratio of each pair of runs."""
-    ratios, times, valid = [], {"without": [], "with": []}, []
-    before = drafting.stats()
+async def _compare(engines: dict[str, Engine], workload: str, options: Options) -> list[tuple[dict, list[float]]]:
+    """A row for each engine but the plain one, and the ratio of each pair of runs."""
+    names = list(engines)
+    times, valid = {name: list[float]() for name in names}, {name: list[bool]() for name in names}
+    before = {name: engine.stats() for name, engine in engines.items()}
     for run in range(3 if options.quick else 6):
-        turns = [("without", plain), ("with", drafting)]
-        runs = {}
-        for kind, engine in turns if run % 2 else turns[::-1]:
-            runs[kind] = await _run(engine, workload, options, f"{workload}-{run}-{kind}")
-        _assert_equal(runs["without"].streams, runs["with"].streams)
-        valid += [_is_valid(drafting, stream) for stream in runs["with"].streams if stream.grammar is not None]
-        if run == 0:
-            continue  # caches fill, and the controller learns
-        for kind, each in runs.items():
-            times[kind].append(each.seconds)
-        ratios.append(round(times["without"][-1] / times["with"][-1], 4))
-    stats = drafting.stats()
-    accepted, drafts = stats.num_accepted_tokens - before.num_accepted_tokens, stats.num_drafts - before.num_drafts
-    return {
-        "method": method,
-        "workload": workload,
-        "accepted_length_mean": round(1 + accepted / max(1, drafts), 3),
-        "tpot_ratio": round(statistics.median(ratios), 3),
-        "tpot_ms_without": round(statistics.median(times["without"]) * 1e3, 2),
-        "tpot_ms_with": round(statistics.median(times["with"]) * 1e3, 2),
-        "valid_share": round(statistics.mean(valid), 4) if valid else "",
-    }, ratios
+        begin = run % len(names)
+        runs = {
+            name: await _run(engines[name], workload, options, f"{workload}-{run}-{name}".replace(" ", "-"))
+            for name in names[begin:] + names[:begin]
+        }
+        for name, each in runs.items():
+            _assert_equal(runs[PLAIN].streams, each.streams)
+            valid[name] += [_is_valid(engines[name], stream) for stream in each.streams if stream.grammar is not None]
+            if run:  # in the first one caches fill, and the controller learns
+                times[name].append(each.seconds)
+    found = []
+    for name in names[1:]:
+        stats = engines[name].stats()
+        accepted = stats.num_accepted_tokens - before[name].num_accepted_tokens
+        drafts = stats.num_drafts - before[name].num_drafts
+        ratios = [round(without / drafting, 4) for without, drafting in zip(times[PLAIN], times[name], strict=True)]
+        row = {
+            "method": name,
+            "workload": workload,
+            "accepted_length_mean": round(1 + accepted / max(1, drafts), 3),
+            "tpot_ratio": round(statistics.median(ratios), 3),
+            "tpot_ms_without": round(statistics.median(times[PLAIN]) * 1e3, 2),
+            "tpot_ms_with": round(statistics.median(times[name]) * 1e3, 2),
+            "valid_share": round(statistics.mean(valid[name]), 4) if valid[name] else "",
+        }
+        found.append((row, ratios))
+    return found
 
 
 def _assert_equal(without: list[Stream], with_drafts: list[Stream]) -> None:

@@ -68,7 +68,7 @@ def test_parts_of_the_speculation_figure(monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert {workload for _, workload in named(None)} == set(WORKLOADS)
     assert named("ngram,free") == [("ngram", "free")]
-    assert named("structured") == [(method, "structured") for method in ("ngram", "suffix", "grammar")]
+    assert named("structured") == [(method, "structured") for method in ("ngram", "suffix", "grammar", "eagle")]
     with pytest.raises(SystemExit, match="'sufix' is no method and no workload"):
         named("ngram,sufix")
 
