@@ -18,7 +18,7 @@ from slipring.runtime.engine import Engine
 from slipring.runtime.self_text import SelfText, Writer
 from slipring.shm.spec import DraftTraining, TrainingReport
 
-_MODULE = "slipring.workers.speculation.training"
+_COMMAND = [sys.executable, "-m", "slipring.workers.speculation.training"]
 _CONTEXT = 1024
 """Longest text that is written; heads learn nothing from distant tokens."""
 OnProgress = Callable[[str, int, int, str], None]
@@ -47,8 +47,8 @@ class DraftOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def train_draft(options: DraftOptions, on_progress: OnProgress) -> TrainingReport:
     """Returns the held-out figures. Raises TrainingError, ConfigError, ModelError or StartupError."""
-    if options.start is not None:
-        _check_start(options.start, options.method)
+    if options.start is not None and options.method != "eagle":
+        raise TrainingError("--from goes on with EAGLE heads only: Medusa heads begin from nothing")
     engine = Engine(
         EngineConfig(
             model=options.model,
@@ -58,13 +58,12 @@ def train_draft(options: DraftOptions, on_progress: OnProgress) -> TrainingRepor
             cpu_threads=options.cpu_threads,
         )
     )
-    written = asyncio.run(_write(engine, options, on_progress))
     training = DraftTraining(
         method=options.method,
         model=engine.spec,
-        written=written.written,
-        prompts=written.prompts,
-        greedy=written.greedy,
+        written=[],
+        prompts=[],
+        greedy=[],
         output=str(options.output),
         start=None if options.start is None else str(options.start),
         epochs=options.epochs,
@@ -72,15 +71,23 @@ def train_draft(options: DraftOptions, on_progress: OnProgress) -> TrainingRepor
         seed=options.seed,
         num_threads=engine.config.num_threads,
     )
-    return _train(training, engine.config.worker_environment(), on_progress)
+    environment = engine.config.worker_environment()
+    if options.start is not None:
+        _check(training, environment)
+    written = asyncio.run(_write(engine, options, on_progress))
+    training = msgspec.structs.replace(
+        training, written=written.written, prompts=written.prompts, greedy=written.greedy
+    )
+    return _train(training, environment, on_progress)
 
 
-def _check_start(start: Path, method: str) -> None:
-    """Before the model writes for an hour."""
-    if method != "eagle":
-        raise TrainingError("--from goes on with EAGLE heads only: Medusa heads begin from nothing")
-    if not (start / "model.safetensors").is_file():
-        raise TrainingError(f"--from {start} is not a head that train-draft has written: it has no model.safetensors")
+def _check(training: DraftTraining, environment: dict[str, str]) -> None:
+    """Whether there is a head to go on with: before the model writes for an hour."""
+    told = msgspec.msgpack.encode(training)
+    found = subprocess.run([*_COMMAND, "--check"], input=told, env=environment, stderr=subprocess.PIPE)
+    if found.returncode:
+        said = found.stderr.decode(errors="replace").strip().splitlines()
+        raise TrainingError(f"--from: {said[-1].removeprefix('slipring: ') if said else f'status {found.returncode}'}")
 
 
 async def _write(engine: Engine, options: DraftOptions, on_progress: OnProgress) -> SelfText:
@@ -94,9 +101,7 @@ async def _write(engine: Engine, options: DraftOptions, on_progress: OnProgress)
 
 
 def _train(training: DraftTraining, environment: dict[str, str], on_progress: OnProgress) -> TrainingReport:
-    process = subprocess.Popen(
-        [sys.executable, "-m", _MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-    )
+    process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
     assert process.stdin is not None and process.stdout is not None
     report = None
     try:

@@ -24,17 +24,24 @@ _DEPTHS = ((1.0, 0.5), (0.7, 0.25), (0.5, 0.25))
 """(weight of a depth's loss, share of the lessons that end with it): most is to be learnt about first guesses."""
 
 
+def start_of(training: DraftTraining) -> EagleHead | None:
+    """The head to go on with, if there is one. Raises what `load_head` raises, and ValueError when it was not trained
+    here, for this model."""
+    if training.start is None:
+        return None
+    head = load_head(Path(training.start), training.model, CONTEXT + 1)
+    if head.weights.keys() != shapes(training.model, taps_of(training.model)).keys():
+        raise ValueError(f"{training.start} is of another design than the heads that are trained here")
+    return head
+
+
 class EagleTrainer(Trainer):
     # What least squares gave moves more slowly.
     rates = {"": 6e-4, "join": 2e-4, "fuse": 2e-4}  # noqa: RUF012
 
     def __init__(self, training: DraftTraining, report: Report) -> None:
-        """Raises ValueError when the head to go on with is not one that was trained here, for this model."""
-        self._start = None
-        if training.start is not None:
-            self._start = load_head(Path(training.start), training.model, CONTEXT + 1)
-            if self._start.weights.keys() != shapes(training.model, taps_of(training.model)).keys():
-                raise ValueError(f"{training.start} is of another design than the heads that are trained here")
+        """As `start_of`."""
+        self._start = start_of(training)
         super().__init__(training, report, taps_of(training.model))
         self._head = EagleHead(self.spec, self.weights | {"output": self.output}, self.token_ids, self.taps)
 
