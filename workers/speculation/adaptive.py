@@ -3,29 +3,23 @@
 A step takes those drafts, of all rows, that make it yield the most tokens a second. A draft's worth is the chance that
 it and those before it are accepted: what the proposer says, corrected by what came of such sayings, or else, by the
 row's own record, which begins with everybody's. Of a tree those drafts are taken that are worth most. A row whose
-drafts are not worth their cost is not asked for any, but is tried again with a few after a while, which doubles with
-each failure. All tries together may take a small share of the time.
+drafts are not worth their cost has none.
 
-A proposer that takes time is only asked where its drafts would be worth that, too.
+Where drafts cost nothing to make, those that are not taken are compared with what is drawn, too, so a row that turns
+predictable is found at once. A proposer that takes time is only asked where its drafts would be worth that as well. A
+row for which they are not sleeps, but is tried again with a few drafts after a while, which doubles with each failure.
+All tries together may take a small share of the time.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from slipring.workers.batch import Batch
-    from slipring.workers.entries import Entries
-    from slipring.workers.speculation.verify import Runs
-
-from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer, Proposer
+from slipring.workers.speculation.proposer import Drafts, IntArray, Proposer, ProposerAround
 from slipring.workers.speculation.step_costs import StepCosts
 from slipring.workers.speculation.tree import depths, ranks
 
@@ -48,11 +42,12 @@ _TRY_SHARE, _MOST_SAVED = 0.01, 0.1
 _FEWER = 0.75
 """A step with so many rows for each that there was asks all rows again: drafts are cheaper now."""
 _LEARN = 0.1
+_NO_TOKEN = -1
 _WORST = 3.0
 """Drafts that took longer than so many times what was expected count as if they had taken that."""
 
 
-class AdaptiveProposer(NullProposer):
+class AdaptiveProposer(ProposerAround):
     """A proposer's drafts, as many as pay."""
 
     def __init__(
@@ -64,8 +59,8 @@ class AdaptiveProposer(NullProposer):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`tree_depth`: most drafts that follow each other where they branch; None: chains."""
+        super().__init__(proposer)
         self._clock = clock
-        self._proposer = proposer
         self._costs = costs
         self._tree_depth = tree_depth
         self._levels = _Record(num_rows, _FIRST_GUESS)
@@ -81,8 +76,13 @@ class AdaptiveProposer(NullProposer):
         """Seconds that tries may take."""
         self._depth, self._expected = np.zeros(num_rows, np.int64), np.zeros(num_rows)
         """Of the drafts of the step under way."""
-        self._level_seconds: float | None = None
-        """What each level of drafts costs; None: not known yet."""
+        self._first = np.full(num_rows, _NO_TOKEN)
+        """First draft of the step under way, taken or not, where making drafts is free."""
+        self._first_worth = np.zeros(num_rows)
+        self._level_seconds = _Seconds()
+        """What each level of drafts costs."""
+        self._catch_up_seconds = _Seconds()
+        """What it costs that a proposer is asked at all, in steps that ask no row which has slept."""
         self._seconds = 0.0
         """What the step's drafts cost."""
 
@@ -91,48 +91,44 @@ class AdaptiveProposer(NullProposer):
         self._sayings.forget(row)
         self._waited[row], self._wait[row] = 0, _FIRST_WAIT
         self._asleep[row] = False
-        self._depth[row] = 0
-        self._proposer.admit(row, token_ids)
+        self._depth[row], self._first[row] = 0, _NO_TOKEN
+        self._inner.admit(row, token_ids)
 
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
+        self._depth[rows], self._expected[rows], self._seconds = 0, 0.0, 0.0
+        if self._inner.is_free:
+            drafts = self._inner.propose(rows, most)
+            self._watch(rows, drafts)
+            return self._trim(rows, drafts, np.zeros(len(rows), np.int64))
         most = self._of_those_awake(rows, most)
         if not most.any():
-            self._depth[rows], self._seconds = 0, 0.0
             return Drafts.none(len(rows))
-        if self._proposer.is_free:
-            drafts = self._proposer.propose(rows, most)
-            offered = drafts.num
-            tries = self._to_try(rows, offered)
-        else:
-            tries = self._to_try(rows, most)
-            drafts, asked = self._ask(rows, most, tries)
-            # A row that had to be asked and has no drafts (it catches up, perhaps) is not one that is not worth it.
-            offered = np.where(asked > 0, drafts.num, most)
-        if not offered.any():
-            self._depth[rows] = 0
-            return drafts
+        tries = self._to_try(rows, most)
+        drafts, asked = self._ask(rows, most, tries)
+        # A row that had to be asked and has no drafts (it catches up, perhaps) is not one that is not worth it.
+        offered = np.where(asked > 0, drafts.num, most)
         drafts = self._trim(rows, drafts, tries)
         took = drafts.num > 0
         self._waited[rows[took]] = 0
-        self._asleep[rows[(offered > 0) & ~took]] = True
-        self._num_rows = max(self._num_rows, len(rows))
+        if offered.any():
+            self._asleep[rows[(offered > 0) & ~took]] = True
+            self._num_rows = max(self._num_rows, len(rows))
         return drafts
 
-    def saw(self, entries: Entries, batch: Batch, hidden: Tensor, runs: Runs | None) -> None:
-        self._proposer.saw(entries, batch, hidden, runs)
-
     def accept(self, rows: IntArray, tokens: IntArray, counts: IntArray) -> None:
-        self._proposer.accept(rows, tokens, counts)
+        self._inner.accept(rows, tokens, counts)
         drafted = self._depth[rows] > 0
         if drafted.any():
             self._learn(rows[drafted], counts[drafted] - 1)
+        if self._inner.is_free:
+            watched = ~drafted & (self._first[rows] != _NO_TOKEN) & (counts > 0)
+            if watched.any():
+                self._learn_unseen(rows[watched], tokens[watched, 0])
+            self._first[rows] = _NO_TOKEN
 
     def step_took(self, num_tokens: int, seconds: float) -> None:
         self._costs.observe(num_tokens, max(seconds - self._seconds, seconds / 2))
-        self._proposer.step_took(num_tokens, seconds)
-
-    def overwritten(self, blocks: IntArray) -> None:
-        self._proposer.overwritten(blocks)
+        self._inner.step_took(num_tokens, seconds)
 
     def acceptance(self, rows: IntArray) -> FloatArray:
         """[R]: the chance that a draft is accepted when those before it were."""
@@ -160,19 +156,25 @@ class AdaptiveProposer(NullProposer):
         place = np.arange(int(levels.max(initial=0)))
         worth = self.acceptance(rows)[:, None] ** (place + 1)
         worth[place >= levels[:, None]] = 0.0
-        num = self._that_pay(worth, levels, self._level_seconds or 0.0) + tries
+        num = self._that_pay(worth, levels, self._level_seconds.mean, self._catch_up_seconds.mean) + tries
         asked = np.minimum(num, levels) if self._tree_depth is None else np.where(num > 0, most, 0)
         began = self._clock()
-        drafts = self._proposer.propose(rows, asked)
-        self._seconds = self._clock() - began
+        self._inner.catch_up(rows[asked > 0])
+        caught_up = self._clock()
+        drafts = self._inner.propose(rows, asked)
+        ended = self._clock()
+        self._seconds = ended - began
         if drafts.num.any():
-            self._learn_seconds(self._seconds / int(np.minimum(asked, levels).max()))
+            self._level_seconds.learn((ended - caught_up) / int(np.minimum(asked, levels).max()))
+        if not tries.any():
+            self._catch_up_seconds.learn(caught_up - began)
+        elif asked.any():
+            self._for_tries -= self._seconds * float(tries[asked > 0].sum() / num[asked > 0].sum())
         return drafts, asked
 
     def _trim(self, rows: IntArray, drafts: Drafts, tries: IntArray) -> Drafts:
         """Those that make the step yield the most."""
         if not drafts.num.any():
-            self._depth[rows] = 0
             return drafts
         of_tokens = depths(drafts.follows)[:, 1:]
         there = np.arange(of_tokens.shape[1]) < drafts.num[:, None]
@@ -196,11 +198,13 @@ class AdaptiveProposer(NullProposer):
             worth *= (1 - chance) ** ranks(drafts.parents)
         return worth
 
-    def _that_pay(self, worth: FloatArray, num: IntArray, level_seconds: float = 0.0) -> IntArray:
+    def _that_pay(
+        self, worth: FloatArray, num: IntArray, level_seconds: float = 0.0, any_seconds: float = 0.0
+    ) -> IntArray:
         """[D]: how many of each entry's drafts the best step takes, those that are worth most.
 
-        worth [D, K], num [D]: 0 beyond an entry's drafts. With level_seconds, worth falls along chains that are still
-        to be drafted.
+        worth [D, K], num [D]: 0 beyond an entry's drafts. Drafts that are still to be made, in chains along which worth
+        falls, take any_seconds, and level_seconds for each level.
         """
         num_rows, width = worth.shape
         if not num.any():
@@ -208,8 +212,8 @@ class AdaptiveProposer(NullProposer):
         order = np.argsort(-worth, axis=None, kind="stable")[: int(num.sum())]
         tokens = num_rows + np.concatenate(([0.0], worth.reshape(-1)[order].cumsum()))
         cost = self._costs.of(num_rows + np.arange(len(tokens)))
-        if level_seconds:
-            cost[1:] += level_seconds * np.maximum.accumulate(order % width + 1)
+        if level_seconds or any_seconds:
+            cost[1:] += any_seconds + level_seconds * np.maximum.accumulate(order % width + 1)
         best = int((tokens / cost).argmax())
         return np.bincount(order[:best] // width, minlength=num_rows)
 
@@ -221,10 +225,11 @@ class AdaptiveProposer(NullProposer):
         due = np.flatnonzero((num > 0) & (self._waited[rows] >= self._wait[rows]))
         if len(due):
             step, longer = self._costs.at(len(rows)), self._costs.at(len(rows) + _TRY_DRAFTS)
-            cost = max(longer - step, step * _TRY_SHARE) + (self._level_seconds or 0.0) * _TRY_DRAFTS
-            due = due[np.argsort(-self._waited[rows[due]], kind="stable")][: 1 + int(self._for_tries / cost)]
+            cost = max(longer - step, step * _TRY_SHARE)
+            making = self._level_seconds.mean * _TRY_DRAFTS
+            due = due[np.argsort(-self._waited[rows[due]], kind="stable")][: 1 + int(self._for_tries / (cost + making))]
             tries[due] = _TRY_DRAFTS
-            self._for_tries -= len(due) * cost
+            self._for_tries -= len(due) * cost  # making them is counted when they are made
         return tries
 
     def _learn(self, rows: IntArray, accepted: IntArray) -> None:
@@ -240,13 +245,35 @@ class AdaptiveProposer(NullProposer):
         longer = np.minimum(self._wait[rows] * 2, _LONGEST_WAIT)
         self._wait[rows] = np.where(right, _FIRST_WAIT, longer)
 
-    def _learn_seconds(self, seconds: float) -> None:
-        if self._level_seconds is None:
-            self._level_seconds = 0.0  # the first time takes longer than any other
-        elif self._level_seconds == 0.0:
-            self._level_seconds = seconds
-        else:
-            self._level_seconds += (min(seconds, self._level_seconds * _WORST) - self._level_seconds) * _LEARN
+    def _watch(self, rows: IntArray, drafts: Drafts) -> None:
+        """Remember first drafts, to compare them with what is drawn."""
+        if not drafts.num.any():
+            return
+        self._first[rows] = np.where(drafts.num > 0, drafts.tokens[:, 0], _NO_TOKEN)
+        if drafts.worth is not None:
+            self._first_worth[rows] = drafts.worth[:, 0]
+
+    def _learn_unseen(self, rows: IntArray, drawn: IntArray) -> None:
+        """Of first drafts that were not taken."""
+        hit = (self._first[rows] == drawn).astype(np.int64)
+        self._levels.learn(rows, hit, np.ones(len(rows), np.int64))
+        if (expected := self._first_worth[rows]).any():
+            self._sayings.learn(rows, hit, expected)
+
+
+class _Seconds:
+    """A running mean; the first time takes longer than any other, and is not counted."""
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+        self._num = 0
+
+    def learn(self, seconds: float) -> None:
+        self._num += 1
+        if self._num == 2:
+            self.mean = seconds
+        elif self._num > 2:
+            self.mean += (min(seconds, self.mean * _WORST) - self.mean) * _LEARN
 
 
 class _Record:

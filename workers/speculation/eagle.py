@@ -1,11 +1,14 @@
 """Drafts from an EAGLE head (`eagle_head.py`), which reads the target's hidden states.
 
 The head's keys and values lie in a pool of their own with the target's block numbers: position p of a row is kept
-where the target keeps it, so blocks that the prefix cache shares bring their draft state along. Every step's accepted
-positions are entered (`saw`), with the target's hidden states; what the head writes for its own drafts is overwritten
-then.
+where the target keeps it, so blocks that the prefix cache shares bring their draft state along. What the head writes
+for its own drafts is overwritten when a position is entered, with the target's hidden states.
 
-A block that came from a tier, or from a time when the head was not run, is a hole: what was never entered cannot be
+Positions are entered when a row is asked for drafts (`catch_up`): until then their states wait (`backlog.py`), so a
+head that is not asked costs next to nothing. Prompts, which would not find room there, are entered at once while the
+head is in use, and otherwise as far as they find room.
+
+A block that came from a tier, or from a time when the head was not in use, is a hole: what was never entered cannot be
 made up for, since the target's hidden states of it are gone. The head does without: it attends to those blocks of a
 row alone that were entered, which is to guess worse. Its layer's keys and values depend on nothing but their
 own position, so what it enters behind a hole is as good as ever. `_entered` says which blocks have no hole.
@@ -33,11 +36,18 @@ from slipring.workers.kv_cache import KvCache
 from slipring.workers.models.llama import Llama
 from slipring.workers.rows import Rows
 from slipring.workers.sampler import Sampler
+from slipring.workers.speculation.backlog import Backlog, Positions, backlog_size
 from slipring.workers.speculation.eagle_head import MATRICES, EagleHead
 from slipring.workers.speculation.present_blocks import PresentBlocks
 from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer
 from slipring.workers.speculation.tree_search import CHAINS, Fed, FloatArray, TreeSearch, TreeShape
 from slipring.workers.speculation.verify import Runs
+
+_SHORT = 8
+"""Positions of a row that are entered like those of a decode step, beside other rows."""
+_IN_USE, _RATE = 0.1, 0.05
+"""Share of the latest decode steps that drafts were asked for from which on prompts are entered at once, and weight of
+each step in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,58 +74,56 @@ class EagleProposer(NullProposer):
         weights = {"output": model.output_rows(head.token_ids)} | head.weights
         cast = {name: weight.to(dtype) for name, weight in weights.items()}
         self._cos_sin = model.cos_sin if head.cos_sin is None else head.cos_sin.to(dtype)
-        packed = {name: pack_int8(cast[name]) for name in MATRICES if name in cast}
+        self._packed = packed = {name: pack_int8(cast[name]) for name in MATRICES if name in cast}
         wide = {name: weight.wide for name, weight in packed.items()}
         self._head = replace(head, weights=cast | wide, multiply=lambda x, name: int8_linear(x, packed[name]))
         model.taps = head.taps
         kv, one_layer = target.kv, msgspec.structs.replace(target.spec, num_layers=1)
-        (self._pools,) = KvCache(one_layer, kv.num_blocks, kv.block_size, dtype).pools
+        self._kv = KvCache(one_layer, kv.num_blocks, kv.block_size, dtype)
         self._feature = torch.zeros((num_rows, target.spec.hidden_size), dtype=dtype)
         """The head's guess of the target's feature at each row's last token."""
-        self._ready: NDArray[np.bool_] = np.zeros(num_rows, bool)
-        """Rows whose guess is of their last token."""
-        self._begun: NDArray[np.bool_] = np.zeros(num_rows, bool)
+        self._next = np.full(num_rows, -1)
+        """Position that each row's guess is of: right behind what was entered; -1: nothing was."""
+        width = model.embedding.shape[1] * (len(head.taps) or 1)
+        self._backlog = Backlog(num_rows, backlog_size(kv.block_size), width, dtype)
+        self._use, self._asked = 1.0, False
         self._entered: NDArray[np.bool_] = np.zeros(kv.num_blocks, bool)
         """Blocks whose positions have all been entered."""
         self._past = PresentBlocks(target.table, target.rows, target.builder)
 
     def admit(self, row: int, token_ids: NDArray[np.int32]) -> None:
-        self._ready[row] = self._begun[row] = False
+        self._next[row] = -1
+        self._backlog.forget(row)
 
     def overwritten(self, blocks: IntArray) -> None:
         self._entered[blocks] = False
 
     @torch.inference_mode()
     def saw(self, entries: Entries, batch: Batch, hidden: Tensor, runs: Runs | None) -> None:
-        """Enter what is known for certain now, and guess on from each row's last token."""
-        target, drew = self._target, np.zeros(len(entries.rows), np.int64) if runs is None else runs.count
-        decode = np.arange(len(entries.rows)) < entries.num_decode
-        count = np.where(decode, drew, entries.num_tokens)
-        chains = Drafts.none(entries.num_decode, entries.drafts.tokens.shape[1])
-        known = Entries(entries.rows, entries.start, count, entries.num_decode, chains, (drew > 0).astype(int))
-        if not count.any():
-            return
-        self._enter(known)
-        mine = self._past.build(known)
-        assert batch.entry_at is not None and mine.entry_at is not None
-        entry, place = tokens_of(count)
-        at = np.empty(len(entry), np.int64)
-        token = place.copy()
-        if runs is not None:
-            drawn = entry < entries.num_decode
-            token[drawn] = runs.path[entry[drawn], place[drawn]]
-        at[mine.entry_at[entry] + place] = batch.entry_at[entry] + token
-        following = np.empty(len(entry), np.int64)
-        following[mine.entry_at[entry] + place] = self._following(entries, runs, entry, place)
-        embedded = F.embedding(torch.from_numpy(following), target.model.embedding)
-        guessed = self._forward(mine, embedded, self._first(hidden, torch.from_numpy(at)))
-        drawn = np.flatnonzero(drew > 0)
-        self._feature[torch.from_numpy(entries.rows[drawn])] = guessed.index_select(0, mine.sample_at)
-        self._ready[entries.rows[drawn]] = True
+        """Keep what is known for certain now."""
+        known = self._known(entries, batch, hidden, runs)
+        self._entered[self._blocks(known.rows, known.start, known.start + known.count, partly=True)] = False
+        later = known.count > 0
+        if entries.num_decode:
+            self._use += (self._asked - self._use) * _RATE
+            self._asked = False
+        if self._use > _IN_USE:
+            prompts = np.flatnonzero(later & (np.arange(len(later)) >= entries.num_decode))
+            if len(prompts):
+                later[prompts] = False
+                self._enter(self._backlog.take(known.rows[prompts]))
+                self._enter(known.of(prompts))
+        self._backlog.put(known.of(np.flatnonzero(later)))
+
+    @torch.inference_mode()
+    def catch_up(self, rows: IntArray) -> None:
+        self._enter(self._backlog.take(rows))
 
     @torch.inference_mode()
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
-        most = np.where(self._ready[rows], most, 0)
+        self._asked |= bool(most.any())
+        self.catch_up(rows[most > 0])
+        most = np.where(self._next[rows] == self._target.rows.position[rows], most, 0)
         at = np.flatnonzero(most)
         if not len(at):
             return Drafts.none(len(rows))
@@ -128,7 +136,7 @@ class EagleProposer(NullProposer):
         """One guess more behind each of these drafts, from the feature that it was guessed from."""
         num_rows, width = fed.tokens.shape
         entries = Entries(rows, fed.start, fed.num, num_rows, Drafts.none(num_rows, width), fed.num, fed.branches)
-        batch, tokens = self._past.build(entries), fed.tokens[np.arange(width) < fed.num[:, None]]
+        batch, tokens = self._build(entries), fed.tokens[np.arange(width) < fed.num[:, None]]
         embedded = F.embedding(torch.from_numpy(tokens), self._target.model.embedding)
         order = torch.argsort(batch.sample_at)  # the entries' tokens in the batch's order
         guessed = self._forward(batch, embedded.index_select(0, order), feature.index_select(0, order))
@@ -139,18 +147,24 @@ class EagleProposer(NullProposer):
         at, logp = self._target.sampler.guesses(scores, token_ids, rows, position, count)
         return token_ids[at].numpy(), logp.double().numpy()
 
-    def _first(self, hidden: Tensor, at: Tensor) -> Tensor:
-        """The target's features of the last forward pass, rows `at` of its batch."""
+    def _states(self, hidden: Tensor, at: Tensor) -> Tensor:
+        """[T, width]: what the head reads of the last forward pass, rows `at` of its batch."""
         model = self._target.model
         if self._head.taps:
-            return self._head.first(hidden, [tapped.index_select(0, at) for tapped in model.tapped])
-        return self._head.first(model.normed(hidden, at), ())
+            return torch.cat([tapped.index_select(0, at) for tapped in model.tapped], 1)
+        return model.normed(hidden, at)
+
+    def _build(self, entries: Entries) -> Batch:
+        batch, entered = self._past.build(entries)
+        if len(entered):
+            self._kv.clear(entered)
+        return batch
 
     def _forward(self, batch: Batch, embedded: Tensor, feature: Tensor) -> Tensor:
-        cos_sin, scale = self._cos_sin, self._target.spec.head_dim**-0.5
+        (pools,), cos_sin, scale = self._kv.pools, self._cos_sin, self._target.spec.head_dim**-0.5
 
         def attend(heads: Tensor, value: Tensor) -> Tensor:
-            return batch.attention.layer(heads, value, cos_sin, self._pools, scale)
+            return batch.attention.layer(heads, value, cos_sin, pools, scale)
 
         return self._head.forward(embedded, feature, attend)
 
@@ -167,15 +181,55 @@ class EagleProposer(NullProposer):
             following[drawn] = runs.tokens[entry[drawn], draw[drawn]]
         return following
 
-    def _enter(self, known: Entries) -> None:
-        """Which blocks this step fills, and what rows that begin with it have before them."""
-        size, table = self._target.table.shape.block_size, self._target.rows.block_table
-        first, last = known.start // size, known.end // size
-        entry, place = tokens_of(last - first)
-        self._entered[table[known.rows[entry], first[entry] + place]] = True
-        partly = (known.end % size != 0) & (known.num_tokens > 0)
-        self._entered[table[known.rows[partly], last[partly]]] = False
-        for i in np.flatnonzero(~self._begun[known.rows]).tolist():
-            row = int(known.rows[i])
-            self._begun[row] = True
-            self._past.begin(row, self._entered[table[row, : first[i]]])
+    def _known(self, entries: Entries, batch: Batch, hidden: Tensor, runs: Runs | None) -> Positions:
+        """The entries' positions that are certain: all of a prompt's, and those that tokens were drawn behind."""
+        assert batch.entry_at is not None
+        drew = np.zeros(len(entries.rows), np.int64) if runs is None else runs.count
+        decode = np.arange(len(entries.rows)) < entries.num_decode
+        count = np.where(decode, drew, entries.num_tokens)
+        entry, place = tokens_of(count)
+        token = place.copy()
+        if runs is not None:
+            drawn = decode[entry]
+            token[drawn] = runs.path[entry[drawn], place[drawn]]
+        states = self._states(hidden, torch.from_numpy(batch.entry_at[entry] + token))
+        return Positions(entries.rows, entries.start, count, states, self._following(entries, runs, entry, place))
+
+    def _enter(self, positions: Positions) -> None:
+        """Enter them, and guess on from each row's last one. A row that does not go on where the head has come to
+        begins anew with a block; so do rows that were admitted."""
+        size = self._target.table.shape.block_size
+        skip = np.where(positions.start == self._next[positions.rows], 0, -positions.start % size)
+        left = np.maximum(positions.count - skip, 0)
+        order = np.argsort(left > _SHORT, kind="stable")
+        order = order[left[order] > 0]
+        new = positions.of(order, skip[order])
+        rows, start, end = new.rows, new.start, new.start + new.count
+        if not len(rows):
+            return
+        for i in np.flatnonzero(start != self._next[rows]).tolist():
+            before = self._target.rows.block_table[rows[i], : start[i] // size]
+            self._past.begin(int(rows[i]), self._entered[before])
+        num_short = int((new.count <= _SHORT).sum())
+        chains = Drafts.none(num_short, _SHORT - 1)
+        mine = self._build(Entries(rows, start, new.count, num_short, chains, np.ones(len(rows), np.int64)))
+        assert mine.entry_at is not None
+        entry, place = tokens_of(new.count)
+        order = np.empty(len(entry), np.int64)
+        order[mine.entry_at[entry] + place] = np.arange(len(entry))
+        embedded = F.embedding(torch.from_numpy(new.following[order]), self._target.model.embedding)
+        states = new.states.index_select(0, torch.from_numpy(order))
+        feature = self._head.first(states, states.chunk(len(self._head.taps) or 1, 1))
+        guessed = self._forward(mine, embedded, feature)
+        self._feature[torch.from_numpy(rows)] = guessed = guessed.index_select(0, mine.sample_at)
+        # What is not a number, here or in the past that was read, makes a row's guesses worthless, but no other's.
+        good = torch.isfinite(guessed).all(1).numpy()
+        self._next[rows] = np.where(good, end, -1)
+        self._entered[self._blocks(rows[good], start[good], end[good])] = True
+
+    def _blocks(self, rows: IntArray, start: IntArray, end: IntArray, partly: bool = False) -> IntArray:
+        """Blocks that hold these positions [n] of these rows; without `partly` only those that end before `end`."""
+        size = self._target.table.shape.block_size
+        first = start // size
+        entry, place = tokens_of(np.where(end > start, (end + (size - 1) * partly) // size - first, 0))
+        return self._target.rows.block_table[rows[entry], first[entry] + place].astype(np.int64)

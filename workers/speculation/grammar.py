@@ -9,28 +9,20 @@ certain; one that needs hidden states drafts for the rows that have none.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from slipring.workers.batch import Batch
-    from slipring.workers.entries import Entries
-    from slipring.workers.speculation.verify import Runs
-
 from slipring.workers.constraints import Constraints
-from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer, Proposer
+from slipring.workers.speculation.proposer import Drafts, IntArray, Proposer, ProposerAround
 
 
-class GrammarProposer(NullProposer):
+class GrammarProposer(ProposerAround):
     """What grammars force, then the drafts of another proposer."""
 
     def __init__(self, constraints: Constraints, inner: Proposer, lookup: Proposer | None, num_rows: int) -> None:
         """`lookup`: what `inner` asks for drafts, when that knows tokens alone."""
-        self._constraints, self._inner, self._lookup = constraints, inner, lookup
+        super().__init__(inner)
+        self._constraints, self._lookup = constraints, lookup
         constraints.look_for_forced()
         self._told = np.zeros(num_rows, np.int64)
         """Forced tokens of the step under way that `lookup` knows already."""
@@ -61,15 +53,6 @@ class GrammarProposer(NullProposer):
             tokens = np.take_along_axis(tokens, place, 1)
             rows, tokens, counts = rows[going], tokens[going], (counts - told)[going]
         self._inner.accept(rows, tokens, counts)
-
-    def saw(self, entries: Entries, batch: Batch, hidden: Tensor, runs: Runs | None) -> None:
-        self._inner.saw(entries, batch, hidden, runs)
-
-    def step_took(self, num_tokens: int, seconds: float) -> None:
-        self._inner.step_took(num_tokens, seconds)
-
-    def overwritten(self, blocks: IntArray) -> None:
-        self._inner.overwritten(blocks)
 
 
 def _then(first: Drafts, second: Drafts) -> Drafts:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from slipring.shm.table import BatchTable
 from slipring.workers.batch import Batch
@@ -39,17 +40,17 @@ class PresentBlocks:
         self._missing[row] = len(entered) - kept
         self._mine.block_table[row, :kept] = self._rows.block_table[row, : len(entered)][entered]
 
-    def build(self, entries: Entries) -> Batch:
-        """The head's batch. Entries as the target has them; none reaches into its row's prefix."""
-        missing = self._missing[entries.rows]
-        if not missing.any():
-            return self._builder.build(entries)
-        self._follow(entries.rows)
-        absent, branches = missing * self._size, entries.branches
-        if branches is not None:
-            branches = replace(branches, root=branches.root - absent[: entries.num_decode])
-        moved = replace(entries, start=entries.start - absent, branches=branches, absent=absent)
-        return self._my_builder.build(moved)
+    def build(self, entries: Entries) -> tuple[Batch, Tensor]:
+        """The head's batch, and the blocks [n] that it enters (`BatchBuilder.entered_blocks`). Entries as the target
+        has them; none reaches into its row's prefix."""
+        missing, builder = self._missing[entries.rows], self._builder
+        if missing.any():
+            self._follow(entries.rows)
+            builder, absent, branches = self._my_builder, missing * self._size, entries.branches
+            if branches is not None:
+                branches = replace(branches, root=branches.root - absent[: entries.num_decode])
+            entries = replace(entries, start=entries.start - absent, branches=branches, absent=absent)
+        return builder.build(entries), builder.entered_blocks(entries)
 
     def _follow(self, rows: IntArray) -> None:
         """Blocks behind the prefix come as rows grow."""

@@ -91,8 +91,10 @@ class Drafts:
 
 
 class Proposer(Protocol):
-    is_free: bool
-    """Proposing costs next to nothing, so it may be asked for more than will be used."""
+    @property
+    def is_free(self) -> bool:
+        """Proposing costs next to nothing, so it may be asked for more than will be used."""
+        ...
 
     def admit(self, row: int, token_ids: NDArray[np.int32]) -> None:
         """The row belongs to another request now, whose tokens so far are `token_ids`."""
@@ -108,6 +110,10 @@ class Proposer(Protocol):
         The hidden state behind which run i's k-th token was drawn is that of the entry's token `runs.path[i, k]`:
         hidden[batch.entry_at[i] + runs.path[i, k]] for a decode entry. `accept` has been told the tokens already.
         """
+        ...
+
+    def catch_up(self, rows: IntArray) -> None:
+        """Drafts are about to be asked for these rows: do now what was put off for them."""
         ...
 
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
@@ -140,6 +146,9 @@ class NullProposer:
     def saw(self, entries: Entries, batch: Batch, hidden: Tensor, runs: Runs | None) -> None:
         """Nothing to remember."""
 
+    def catch_up(self, rows: IntArray) -> None:
+        """Nothing to make up for."""
+
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
         return Drafts.none(len(rows))
 
@@ -148,3 +157,35 @@ class NullProposer:
 
     def overwritten(self, blocks: IntArray) -> None:
         """Nothing to forget."""
+
+
+class ProposerAround:
+    """Another proposer, of which a subclass changes a part."""
+
+    def __init__(self, inner: Proposer) -> None:
+        self._inner = inner
+
+    @property
+    def is_free(self) -> bool:
+        return self._inner.is_free
+
+    def admit(self, row: int, token_ids: NDArray[np.int32]) -> None:
+        self._inner.admit(row, token_ids)
+
+    def accept(self, rows: IntArray, tokens: IntArray, counts: IntArray) -> None:
+        self._inner.accept(rows, tokens, counts)
+
+    def saw(self, entries: Entries, batch: Batch, hidden: Tensor, runs: Runs | None) -> None:
+        self._inner.saw(entries, batch, hidden, runs)
+
+    def catch_up(self, rows: IntArray) -> None:
+        self._inner.catch_up(rows)
+
+    def propose(self, rows: IntArray, most: IntArray) -> Drafts:
+        return self._inner.propose(rows, most)
+
+    def step_took(self, num_tokens: int, seconds: float) -> None:
+        self._inner.step_took(num_tokens, seconds)
+
+    def overwritten(self, blocks: IntArray) -> None:
+        self._inner.overwritten(blocks)

@@ -22,6 +22,14 @@ class Eager(NullProposer):
         return Drafts(np.ones((len(rows), int(most.max())), np.int64), most.copy())
 
 
+class EagerAtACost(Eager):
+    is_free = False
+
+
+RIGHT, WRONG = 1, 99
+"""Tokens that are drawn; `Eager` drafts the first one."""
+
+
 def run(proposer: AdaptiveProposer, rows: list[int], chance: list[float], steps: int, most: int = 5) -> np.ndarray:
     """[steps, rows] drafts that were made, where a row's drafts are right with that chance each."""
     rng, of_rows, made = np.random.default_rng(1), np.array(rows), []
@@ -29,13 +37,14 @@ def run(proposer: AdaptiveProposer, rows: list[int], chance: list[float], steps:
         drafts = proposer.propose(of_rows, np.full(len(rows), most))
         right = rng.random((len(rows), most)) < np.array(chance)[:, None]
         accepted = np.minimum(right.cumprod(1).sum(1), drafts.num)
-        proposer.accept(of_rows, np.zeros((len(rows), most + 1), np.int64), accepted + 1)
+        tokens = np.concatenate((np.where(right, RIGHT, WRONG), np.zeros((len(rows), 1), np.int64)), 1)
+        proposer.accept(of_rows, tokens, accepted + 1)
         made.append(drafts.num)
     return np.array(made)
 
 
-def adaptive(seconds: list[float]) -> AdaptiveProposer:
-    proposer = AdaptiveProposer(Eager(), StepCosts(SIZES, seconds), num_rows=8)
+def adaptive(seconds: list[float], proposer: type[Eager] = Eager) -> AdaptiveProposer:
+    proposer = AdaptiveProposer(proposer(), StepCosts(SIZES, seconds), num_rows=8)
     for row in range(8):
         proposer.admit(row, np.zeros(0, np.int32))
     return proposer
@@ -49,17 +58,19 @@ def test_nothing_is_drafted_where_each_token_costs_a_step() -> None:
     assert run(adaptive(STEEP), [3], [0.5], 100).mean() < 0.3
 
 
-def test_wrong_drafts_are_dropped_and_tried_again() -> None:
-    made = run(adaptive(FLAT), [3], [0.0], 400)[:, 0]
+def test_wrong_drafts_are_dropped_and_tried_again_where_they_take_time() -> None:
+    assert not run(adaptive(FLAT), [3], [0.0], 400)[150:].any(), "free ones are judged without"
+    made = run(adaptive(FLAT, EagerAtACost), [3], [0.0], 400)[:, 0]
     late = made[100:]
     assert late.mean() < 0.1, "it is switched off"
     assert late.any(), "but not for good"
 
 
-def test_a_row_that_turns_predictable_is_found() -> None:
-    proposer = adaptive(FLAT)
+@pytest.mark.parametrize(("kind", "steps"), [(Eager, 30), (EagerAtACost, 150)])
+def test_a_row_that_turns_predictable_is_found(kind: type[Eager], steps: int) -> None:
+    proposer = adaptive(FLAT, kind)
     run(proposer, [3], [0.0], 200)
-    assert run(proposer, [3], [1.0], 150)[-20:].mean() > 3
+    assert run(proposer, [3], [1.0], steps)[-20:].mean() > 3
 
 
 def test_rows_are_judged_by_themselves() -> None:
@@ -136,22 +147,25 @@ def test_sayings_are_corrected_by_what_comes_of_them() -> None:
     assert made[0] == 5 and made[-30:].mean() < 0.3
 
 
-class Slow(Eager):
-    """Takes so many seconds for each level of drafts, by its own clock."""
+class Slow(EagerAtACost):
+    """Takes so many seconds for each level of drafts, and to catch up, by its own clock."""
 
-    is_free = False
+    def __init__(self, seconds: float, catch_up_seconds: float = 0.0) -> None:
+        self._each, self._catch_up, self.now = seconds, catch_up_seconds, 0.0
 
-    def __init__(self, seconds: float) -> None:
-        self._each, self.now = seconds, 0.0
+    def catch_up(self, rows: IntArray) -> None:
+        self.now += self._catch_up * len(rows)
 
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
         self.now += self._each * int(most.max())
         return super().propose(rows, most)
 
 
-@pytest.mark.parametrize(("seconds", "many"), [(0.0001, True), (0.008, False)])
-def test_drafts_must_be_worth_the_time_that_they_take(seconds: float, many: bool) -> None:
-    slow = Slow(seconds)
+@pytest.mark.parametrize(
+    ("seconds", "catch_up", "many"), [(0.0001, 0.0, True), (0.008, 0.0, False), (0.0001, 0.03, False)]
+)
+def test_drafts_must_be_worth_the_time_that_they_take(seconds: float, catch_up: float, many: bool) -> None:
+    slow = Slow(seconds, catch_up)
     proposer = AdaptiveProposer(slow, StepCosts(SIZES, FLAT), num_rows=8, clock=lambda: slow.now)
     proposer.admit(3, np.zeros(0, np.int32))
     made = run(proposer, [3], [0.7], 60)[10:].mean()
@@ -180,7 +194,7 @@ def test_whatever_is_kept_of_a_tree_hangs_where_it_hung(data: st.DataObject, wid
 
 def test_tries_take_a_small_share_of_the_time_however_many_rows_there_are() -> None:
     seconds = [0.010 * size for size in SIZES]  # each token costs as much as any other
-    made = run(adaptive(seconds), list(range(8)), [0.3] * 8, 400)
+    made = run(adaptive(seconds, EagerAtACost), list(range(8)), [0.3] * 8, 400)
     late = made[100:]
     assert late.any(), "they are tried"
     assert late.sum() <= 0.02 * late.size
@@ -189,7 +203,7 @@ def test_tries_take_a_small_share_of_the_time_however_many_rows_there_are() -> N
 def test_rows_that_wait_are_not_asked_until_the_batch_shrinks() -> None:
     asked: list[int] = []
 
-    class Counting(Eager):
+    class Counting(EagerAtACost):
         def propose(self, rows: IntArray, most: IntArray) -> Drafts:
             asked.append(int((most > 0).sum()))
             return super().propose(rows, most)

@@ -14,9 +14,11 @@ from slipring.kernels import int8_linear
 from slipring.kernels.rope import rope
 from slipring.shm.params import SamplingParams
 from slipring.shm.spec import ModelSpec
+from slipring.workers.speculation import backlog
 from slipring.workers.speculation.eagle import EagleProposer, Target
 from slipring.workers.speculation.eagle_head import EagleHead
 from slipring.workers.speculation.head_files import load_head, save_head, shapes
+from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer
 from slipring.workers.speculation.tree_search import Fed, TreeShape
 from tests.workers.runner_rig import GREEDY, Rig, Sequence, random_prompts
 from tests.workers.tiny_models import save_tiny
@@ -151,7 +153,7 @@ def dense_guess(rig: Rig, head: Path, tokens: list[int], absent: range = range(0
 def test_paged_state_is_that_of_a_dense_computation(spec: ModelSpec, head: Path, chunk: int) -> None:
     rig, proposer = with_head(spec, head)
     for sequence in generate(rig, SEEDED, chunk):
-        assert proposer._ready[sequence.row]
+        proposer.catch_up(np.array([sequence.row]))
         expected = dense_guess(rig, head, sequence.tokens)
         assert (proposer._feature[sequence.row] - expected).abs().max() < 1e-3
 
@@ -181,8 +183,85 @@ def test_a_head_does_without_what_it_never_entered(spec: ModelSpec, head: Path) 
         assert proposer._entered[again.blocks[4]], "what is entered behind a hole counts"
 
 
+class Sleeper(NullProposer):
+    """A head that is not asked while it sleeps."""
+
+    def __init__(self, head: EagleProposer) -> None:
+        self.admit, self.saw, self._head = head.admit, head.saw, head
+        self.sleeps = True
+
+    def propose(self, rows: IntArray, most: IntArray) -> Drafts:
+        return Drafts.none(len(rows)) if self.sleeps else self._head.propose(rows, most)
+
+
+def test_a_head_that_slept_makes_up_for_what_it_kept(
+    spec: ModelSpec, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """41 positions were entered while it was in use, the last 16 wait; what lies between is lost, block by block."""
+    monkeypatch.setattr(backlog, "_SIZE", 16)
+    rig, proposer = with_head(spec, head)
+    rig.runner.proposer = sleeper = Sleeper(proposer)
+    (prompt,) = (prompt for prompt in prompts() if len(prompt) == 41)
+
+    def check(sequence: Sequence, absent: range) -> None:
+        proposer.catch_up(np.array([sequence.row]))
+        assert proposer._next[sequence.row] == len(sequence.tokens) - 1
+        expected = dense_guess(rig, head, sequence.tokens, absent)
+        assert (proposer._feature[sequence.row] - expected).abs().max() < 1e-3
+
+    kept, lost = (rig.admit(prompt, SEEDED) for _ in range(2))
+    rig.generate([kept], 13)
+    check(kept, range(0))
+    rig.generate([lost], 36)  # positions 41 to 75 are known; 60 to 75 wait, of which 64 is the first of a block
+    check(lost, range(40, 64))
+    rig.generate([lost], 60)
+    assert not proposer._entered[lost.blocks[5]] and proposer._entered[lost.blocks[8]]
+    unread = rig.admit(prompt, SEEDED)
+    rig.generate([unread], 1)
+    assert not proposer._entered[unread.blocks].any(), "nobody asked for drafts for long"
+    check(unread, range(32))
+    sleeper.sleeps = False
+    rig.generate([unread], 10)
+    read = rig.admit(prompt, SEEDED)
+    rig.generate([read], 1)
+    assert proposer._entered[read.blocks[:5]].all()
+    check(read, range(0))
+
+
+def test_what_is_not_a_number_spoils_one_row_alone(spec: ModelSpec, head: Path) -> None:
+    """A row whose hidden states overflowed has no drafts; the next one on its blocks has."""
+    rig, proposer = with_head(spec, head)
+    broken = rig.admit(prompts()[4])
+    inner = rig.model.hidden
+    rig.model.hidden = lambda batch, kv: inner(batch, kv) * float("nan")  # type: ignore[method-assign]
+    states = proposer._states
+    proposer._states = lambda hidden, at: states(hidden, at) * float("nan")  # type: ignore[method-assign]
+    rig.run([], [(broken, 41)])
+    rig.model.hidden, proposer._states = inner, states  # type: ignore[method-assign]
+    assert proposer._next[broken.row] == -1 and not proposer._entered[broken.blocks].any()
+    rig._free[:0] = broken.blocks
+    after = rig.admit(prompts()[3])
+    assert set(after.blocks) <= set(broken.blocks)
+    rig.generate([after], 3)
+    check_tree(proposer, [after], 3)
+    expected = dense_guess(rig, head, after.tokens)
+    assert (proposer._feature[after.row] - expected).abs().max() < 1e-3
+
+
+def test_a_block_that_is_written_again_is_forgotten(spec: ModelSpec, head: Path) -> None:
+    rig, proposer = with_head(spec, head)
+    first = rig.admit(prompts()[3])
+    rig.generate([first], 1)
+    assert proposer._entered[first.blocks[:2]].all()
+    rig.runner.proposer, proposer._use = Sleeper(proposer), 0.0
+    rig._free[:0] = first.blocks
+    second = rig.admit(prompts()[3])
+    rig.generate([second], 1)
+    assert second.blocks[:2] == first.blocks[:2] and not proposer._entered[second.blocks].any()
+
+
 def test_a_head_for_another_model_is_refused(spec: ModelSpec, head: Path, tmp_path: Path) -> None:
     other = save_tiny("qwen3", tmp_path)[0]
-    if shapes(other) != shapes(spec):
-        with pytest.raises(ValueError, match="another model"):
-            load_head(head, other, 128)
+    assert shapes(other) != shapes(spec)
+    with pytest.raises(ValueError, match="another model"):
+        load_head(head, other, 128)
