@@ -17,6 +17,8 @@ from slipring.kernels.linear import linear, pack_weight
 
 _INT8 = torch.ops.aten._weight_int8pack_mm
 _FEW_ROWS = 8
+_ALIGNED = 16
+"""torch's kernel reads past the end of rows of other lengths: wrong numbers, or a crash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ def int8_linear_ref(x: Tensor, weight: Int8Weight) -> Tensor:
 
 
 def int8_linear(x: Tensor, weight: Int8Weight) -> Tensor:
-    """As `int8_linear_ref` for few rows; for many as `linear`."""
-    if len(x) > _FEW_ROWS:
+    """As `int8_linear_ref` for few rows of a length that torch can do; else as `linear`."""
+    if len(x) > _FEW_ROWS or x.shape[1] % _ALIGNED:
         return linear(x, weight.wide)
     return _INT8(x.bfloat16().contiguous(), weight.codes, weight.scale).to(x.dtype)

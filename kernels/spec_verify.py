@@ -4,6 +4,9 @@ The target's token at each position has been drawn with that position's noise (o
 would be without drafts. A chain's draft is accepted while it equals the target's token at its place; in a tree the
 walk descends to the child that equals the token drawn at its node. Either way the step's result is the target's own
 tokens: those that were accepted, and one more.
+
+For workers whose draws are tensors on a device. A CPU worker draws along the walk (`workers/speculation/verify.py`),
+so that it draws nothing where no walk comes by; `tests/workers/speculation/test_tree.py` holds both to the same rule.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ class DraftMemory:
 
     for_each_block: int = 0
     """Keys and values of a draft model or head, for each block of the pool."""
-    weights: int = 0
+    fixed: int = 0
+    """Weights, and states of the batch's rows."""
 
 
 def size_pool(config: WorkerConfig, available: int, drafts: DraftMemory = DraftMemory()) -> int:
@@ -57,10 +58,10 @@ def size_pool(config: WorkerConfig, available: int, drafts: DraftMemory = DraftM
         raise MemoryShortageError(
             f"--kv-cache-memory-bytes {config.kv_cache_bytes} does not hold a single block of {each} bytes"
         )
-    if num_blocks * each + drafts.weights > available:
+    if num_blocks * each + drafts.fixed > available:
         needs = f"the KV cache needs {num_blocks * each / 2**30:.2f} GiB"
-        if drafts.weights:
-            needs += f" and what makes drafts {drafts.weights / 2**30:.2f} GiB more"
+        if drafts.fixed:
+            needs += f" and what makes drafts {drafts.fixed / 2**30:.2f} GiB more"
         raise MemoryShortageError(
             f"{needs} but only {available / 2**30:.2f} GiB of memory is available; lower --kv-cache-memory-bytes (or "
             "--num-gpu-blocks-override), or give the container more memory"

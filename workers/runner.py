@@ -31,7 +31,7 @@ from slipring.workers.speculation.proposer import Drafts, NullProposer, Proposer
 from slipring.workers.speculation.verify import Runs, verify
 
 _WARM_UP_TOKENS = 32
-_COST_RUNS = 3
+_COST_RUNS, _FEW_TOKENS = 3, 8
 
 
 class Runner:
@@ -112,9 +112,13 @@ class Runner:
         self.rows.generation[0] = -1
 
     def decode_costs(self, sizes: Sequence[int]) -> list[float]:
-        """Seconds of decode steps by their number of tokens: one row with drafts, on blocks that nobody has yet."""
+        """Seconds of decode steps by their number of tokens: one row with drafts, on blocks that nobody has yet.
+
+        The large ones take long, and are what observed steps correct first; they are measured once.
+        """
         self.rows.block_table[0] = np.arange(self.rows.block_table.shape[1]) % self.kv.num_blocks
-        return [min(self._decode_cost(size) for _ in range(_COST_RUNS)) for size in sizes]
+        runs = (_COST_RUNS if size <= _FEW_TOKENS else 1 for size in sizes)
+        return [min(self._decode_cost(size) for _ in range(num)) for size, num in zip(sizes, runs, strict=True)]
 
     @torch.inference_mode()
     def _decode_cost(self, size: int) -> float:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import torch
-from safetensors import SafetensorError
 
 from slipring.shm.spec import WorkerConfig
 from slipring.workers.batch_builder import BatchBuilder
 from slipring.workers.constraints import Constraints
 from slipring.workers.kv_cache import DTYPES, KvCache
-from slipring.workers.link import StartRefused
 from slipring.workers.loader import ProgressFn, Weights
 from slipring.workers.models.registry import build_model
 from slipring.workers.runner import Runner
@@ -27,17 +24,18 @@ from slipring.workers.speculation.ngram import NgramProposer
 from slipring.workers.speculation.proposer import NullProposer, Proposer
 from slipring.workers.speculation.step_costs import StepCosts
 from slipring.workers.speculation.suffix import Limits, SuffixProposer
+from slipring.workers.speculation.tensor_files import refusing
 from slipring.workers.speculation.tree_search import TreeShape
 
-_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64, 128)
 """Tokens of a decode step whose cost is measured at start."""
 
 
 def build_proposer(
     config: WorkerConfig, runner: Runner, constraints: Constraints, progress: ProgressFn | None = None
 ) -> Proposer:
-    """What grammars force, and the configured proposer under a controller that has measured this machine. Takes a
-    second or two."""
+    """What grammars force, and the configured proposer under a controller that has measured this machine. Takes two
+    or three seconds."""
     if config.speculation is None or config.max_draft == 0:
         return NullProposer()
     most = min(config.max_num_seqs * (1 + config.max_draft), config.max_model_len - 1)
@@ -64,10 +62,8 @@ def _proposer(config: WorkerConfig, runner: Runner, progress: ProgressFn | None)
     if spec.method == "draft_model":
         return _draft_model(config, runner, progress)
     if spec.method in ("eagle", "medusa"):
-        try:
+        with refusing():
             return (_eagle if spec.method == "eagle" else _medusa)(config, Path(spec.model or ""), runner)
-        except (OSError, ValueError, SafetensorError, msgspec.DecodeError) as error:
-            raise StartRefused(f"the head for --speculative-config cannot be loaded: {error}") from error
     raise ValueError(f"speculation method {spec.method!r} is not supported")
 
 

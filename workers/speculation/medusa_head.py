@@ -21,7 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipring.shm.spec import ModelSpec
-from slipring.workers.speculation.tensor_files import WEIGHTS, check_shape, int8_tensors, read_tensors, write_head
+from slipring.workers.speculation.tensor_files import (
+    WEIGHTS,
+    check_shape,
+    first_file,
+    int8_tensors,
+    read_tensors,
+    write_head,
+)
 
 FILES = (WEIGHTS, "medusa_lm_head.safetensors", "medusa_lm_head.pt")
 _NAME = re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)(\.linear)?\.(weight|bias|codes|scale)")
@@ -101,7 +108,4 @@ def _block(path: Path, name: str, block: dict[str, Tensor], spec: ModelSpec) -> 
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    at = next((path / name for name in FILES if (path / name).is_file()), None)
-    if at is None:
-        raise ValueError(f"{path}: holds none of {', '.join(FILES)}")
-    return read_tensors(at)
+    return read_tensors(first_file(path, FILES))

@@ -22,12 +22,13 @@ from torch import Tensor
 from slipring.kernels.rope import build_cos_sin, inverse_frequencies
 from slipring.shm.spec import ModelSpec
 from slipring.workers.speculation.eagle_head import EagleHead
-from slipring.workers.speculation.tensor_files import CONFIG, WEIGHTS, check_shape, read_tensors
+from slipring.workers.speculation.tensor_files import CONFIG, WEIGHTS, check_shape, first_file, read_tensors
 
-PICKLED = "pytorch_model.bin"
+FILES = (WEIGHTS, "pytorch_model.bin")
+"""The first of them that is there is read."""
 _THETA, _EPS = 10_000.0, 1e-6
 """What Hugging Face's LlamaConfig says when a config does not."""
-_NOT_READ = ("embed_tokens.weight", "t2d")
+NOT_READ = ("embed_tokens.weight", "t2d")
 
 
 class _AuxLayers(msgspec.Struct, frozen=True):
@@ -68,8 +69,8 @@ def load_published(path: Path, spec: ModelSpec, max_model_len: int) -> EagleHead
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    tensors = read_tensors(path / (WEIGHTS if (path / WEIGHTS).is_file() else PICKLED))
-    return {name: tensor for name, tensor in tensors.items() if name not in _NOT_READ}
+    tensors = read_tensors(first_file(path, FILES))
+    return {name: tensor for name, tensor in tensors.items() if name not in NOT_READ}
 
 
 class _Tensors:

@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from slipring.kernels.int8_linear import int8_codes
+from slipring.workers.link import StartRefused
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Whatever is wrong with a head's files ends the worker's start with a sentence that says so."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError, msgspec.DecodeError) as error:
+        raise StartRefused(f"the head for --speculative-config cannot be loaded: {error}") from error
+
+
+def first_file(path: Path, names: Sequence[str]) -> Path:
+    """The first of these files that the directory has. Raises ValueError."""
+    for name in names:
+        if (path / name).is_file():
+            return path / name
+    raise ValueError(f"{path}: holds none of {', '.join(names)}")
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
@@ -21,13 +42,25 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
         with safe_open(file, "pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    return _unpickled(file, "cpu")
+
+
+def _unpickled(file: Path, device: str) -> dict[str, Tensor]:
     try:
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
+        tensors = torch.load(file, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(f"{file} holds more than tensors: {error}") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ValueError(f"{file} is no dictionary of tensors")
     return tensors
+
+
+def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Of the tensors that `read_tensors` reads; raises what it raises."""
+    if file.suffix == ".safetensors":
+        with safe_open(file, "pt") as opened:
+            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    return {name: tuple(tensor.shape) for name, tensor in _unpickled(file, "meta").items()}
 
 
 def write_head(path: Path, tensors: dict[str, Tensor], config: dict[str, object]) -> None:
