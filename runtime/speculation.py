@@ -50,6 +50,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Most drafts of a row in one step, when they may branch; not vLLM's. `num_speculative_tokens` is their depth."""
     speculative_token_tree: str | list[list[int]] | None = None
     """See `draft_tree.py`."""
+    adaptive: bool = True
+    """Take the drafts that pay, by measure, rather than all; not vLLM's, which takes all."""
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     suffix_decoding_max_tree_depth: int = 24
@@ -109,6 +111,7 @@ def worker_speculation(config: SpeculativeConfig) -> SpeculationSpec:
         model=config.model,
         tree_depth=draft_depth(config) if _num_drafts(config) > draft_depth(config) else None,
         token_tree=_fixed_tree(config),
+        adaptive=config.adaptive,
         prompt_lookup_min=low if low is not None else high or 0,
         prompt_lookup_max=high if high is not None else low or 0,
         suffix_depth=config.suffix_decoding_max_tree_depth,

@@ -101,6 +101,8 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Most drafts of a row that follow each other, where they branch; None: chains."""
     token_tree: tuple[tuple[int, ...], ...] = ()
     """The tree that is always drafted, as paths of ranks, shorter ones first; empty: whatever fits best."""
+    adaptive: bool = True
+    """Only those drafts are taken that pay; else all that there is room for."""
     draft: ModelSpec | None = None
     """draft_model: the model."""
     prompt_lookup_min: int = 0

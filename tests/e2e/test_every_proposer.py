@@ -146,11 +146,12 @@ def alone(model: str) -> list[Stream]:
     return uvloop.run(answered(model, at_once=False, **settings)).streams
 
 
-def drafting(method: str, model: str, directory: Path) -> str:
+def drafting(method: str, model: str, directory: Path, adaptive: bool) -> str:
     method, *branching = method.split()
     config: dict[str, Any] = {"method": method, "num_speculative_tokens": 4}
     most = 12 if branching else 4
     config["num_speculative_tokens_per_batch_size"] = [[1, NUM_STREAMS, most]]
+    config["adaptive"] = adaptive
     if branching:
         config["num_draft_tree_tokens"] = most
     if method == "draft_model":
@@ -187,14 +188,16 @@ CASES = [
 def test_64_streams_give_what_each_gives_alone_without_drafts(
     model: str, alone: list[Stream], method: str, pool: str, tmp_path: Path
 ) -> None:
-    drafts = drafting(method, model, tmp_path)
+    preempts = pool == "depth 2, preempting"
+    # With a controller it is the machine's speed that says how much is drafted.
+    drafts = drafting(method, model, tmp_path, adaptive=not preempts)
     found = uvloop.run(answered(model, at_once=True, speculative_config=drafts, **POOLS[pool]))
     assert_equal(found.streams, alone)
     stats = found.stats
     assert stats.prefix_cache_hits > 0
-    assert (stats.num_preemptions > 0) == (pool == "depth 2, preempting")
-    # Many runs, so that some are cut short by an end.
-    assert stats.num_accepted_tokens > 20
+    assert (stats.num_preemptions > 0) == preempts
     assert {stream.ended.split()[0] for stream in found.streams if stream.ended} == {"stop", "length"}
-    if method != "grammar":
-        assert stats.num_accepted_tokens < stats.num_draft_tokens
+    if preempts:
+        # Many runs, so that some are cut short by an end.
+        assert stats.num_accepted_tokens > 50
+        assert method == "grammar" or stats.num_accepted_tokens < stats.num_draft_tokens

@@ -82,7 +82,8 @@ def test_what_is_wrong_is_named(text: str, words: str) -> None:
 def test_trees() -> None:
     given = parse_speculation('{"method": "ngram", "num_speculative_tokens": 4, "num_draft_tree_tokens": 12}')
     assert draft_widths(given, 3) == (0, 12, 12, 12) and draft_depth(given) == 4
-    assert worker_speculation(given).tree_depth == 4
+    assert worker_speculation(given).tree_depth == 4 and worker_speculation(given).adaptive
+    assert not worker_speculation(parse_speculation('{"method": "ngram", "adaptive": false}')).adaptive
     assert worker_speculation(parse_speculation('{"method": "ngram", "num_speculative_tokens": 4}')).tree_depth is None
 
 

@@ -38,15 +38,19 @@ def build_proposer(
     or three seconds."""
     if config.speculation is None or config.max_draft == 0:
         return NullProposer()
+    proposer = inner = _proposer(config, runner, progress)
+    if config.speculation.adaptive:
+        inner = AdaptiveProposer(proposer, _step_costs(config, runner), config.num_rows, config.speculation.tree_depth)
+    # Those that draft from tokens alone can be told tokens that are not computed yet.
+    told = proposer if proposer.is_free or isinstance(proposer, DraftModelProposer) else None
+    return GrammarProposer(constraints, inner, told, config.num_rows)
+
+
+def _step_costs(config: WorkerConfig, runner: Runner) -> StepCosts:
     most = min(config.max_num_seqs * (1 + config.max_draft), config.max_model_len - 1)
     room = runner.kv.num_blocks * config.block_size
     sizes = [size for size in _SIZES if size <= max(2, min(most, room))]
-    costs = StepCosts(sizes, runner.decode_costs(sizes))
-    proposer = _proposer(config, runner, progress)
-    adaptive = AdaptiveProposer(proposer, costs, config.num_rows, config.speculation.tree_depth)
-    # Those that draft from tokens alone can be told tokens that are not computed yet.
-    told = proposer if proposer.is_free or isinstance(proposer, DraftModelProposer) else None
-    return GrammarProposer(constraints, adaptive, told, config.num_rows)
+    return StepCosts(sizes, runner.decode_costs(sizes))
 
 
 def _proposer(config: WorkerConfig, runner: Runner, progress: ProgressFn | None) -> Proposer:
