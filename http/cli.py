@@ -147,7 +147,7 @@ def _add_train_draft(commands: Any) -> None:
     train.add_argument("--tokens", type=int, default=200_000, metavar="N", help="that are written (%(default)s)")
     train.add_argument("--text", metavar="FILE", help="paragraphs that the model shall answer or continue as well")
     train.add_argument("--epochs", type=int, default=6, metavar="N", help="(default: %(default)s)")
-    train.add_argument("--vocab-size", type=int, default=4096, metavar="N", help="tokens that it can guess")
+    train.add_argument("--vocab-size", type=int, metavar="N", help="tokens that it can guess (default: 4096)")
     train.add_argument("--seed", type=int, default=1, metavar="N", help="(default: %(default)s)")
     train.add_argument("--cpu-threads", type=int, metavar="N", help="(default: all CPUs)")
     train.set_defaults(flags=_flags_of(train))

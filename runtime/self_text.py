@@ -21,7 +21,7 @@ _LANES = 48
 _QUESTION_TOKENS = (32, 64)
 _ANSWER_TOKENS = (128, 192, 256)
 _TEMPERATURES = (0.0, 0.0, 0.0, 0.0, 0.0, 0.7)
-_LEAST_QUESTION = 3
+_LEAST_QUESTION, _LEAST_ANSWER = 3, 32
 _PLACE = "\x02question\x02"
 """Stands for the user's words in a rendered template."""
 
@@ -47,16 +47,20 @@ class Writer:
         self._eos = tuple(engine.spec.eos_token_ids)
         self._beginnings = [part.strip()[:400] for part in text.split("\n\n") if len(part.strip()) > 20]
         self._frame = self._chat_frame()
-        self._num_requests = 0
+        self._num_requests = self._num_answered = self._planned = 0
+        self._on_answer: Callable[[], None] = lambda: None
         self.found = SelfText()
 
     async def write(self, num_tokens: int, on_progress: Callable[[int, int], None]) -> SelfText:
-        """At least `num_tokens` of the model's own."""
+        """About `num_tokens` of the model's own: no text is begun that is not needed, unless others end early."""
+        self._planned, self._on_answer = 0, lambda: on_progress(min(self._num_answered, num_tokens), num_tokens)
 
         async def lane() -> None:
-            while self.found.num_tokens < num_tokens:
-                await self._one()
-                on_progress(min(self.found.num_tokens, num_tokens), num_tokens)
+            while (missing := num_tokens - self._planned) > 0:
+                most = min(self._random.choice(_ANSWER_TOKENS), max(missing, _LEAST_ANSWER))
+                self._planned += most
+                answered = await self._one(most)
+                self._planned -= most - answered
 
         await asyncio.gather(*[lane() for _ in range(_LANES)])
         return self.found
@@ -70,16 +74,22 @@ class Writer:
         encode = self._engine.tokenizer.encode
         return (encode(before), encode(after)) if found else None
 
-    async def _one(self) -> None:
+    async def _one(self, most: int) -> int:
+        """Another text; returns how many tokens the model has answered."""
         prompt = await self._prompt()
         if prompt is None:
-            return
+            return 0
         warm = self._random.choice(_TEMPERATURES)
-        answer = await self._generate(prompt, self._random.choice(_ANSWER_TOKENS), warm)
+        answer = await self._generate(prompt, most, warm, self._answered)
         self.found.written.append(prompt + answer)
         self.found.prompts.append(len(prompt))
         self.found.greedy.append(warm == 0.0)
         self.found.num_tokens += len(answer)
+        return len(answer)
+
+    def _answered(self, count: int) -> None:
+        self._num_answered += count
+        self._on_answer()
 
     async def _prompt(self) -> list[int] | None:
         """None when the model had nothing to ask."""
@@ -96,12 +106,15 @@ class Writer:
             question.pop()
         return before + question + after if len(question) >= _LEAST_QUESTION else None
 
-    async def _generate(self, prompt: list[int], max_tokens: int, temperature: float) -> list[int]:
+    async def _generate(
+        self, prompt: list[int], max_tokens: int, temperature: float, on_tokens: Callable[[int], None] = lambda _: None
+    ) -> list[int]:
         got: list[int] = []
         done = asyncio.Event()
 
         def sink(delta: Delta) -> None:
             got.extend(delta.token_ids)
+            on_tokens(len(delta.token_ids))
             if delta.finish_reason is not None:
                 done.set()
 

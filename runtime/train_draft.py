@@ -21,6 +21,9 @@ from slipring.shm.spec import DraftTraining, TrainingReport
 _COMMAND = [sys.executable, "-m", "slipring.workers.speculation.training"]
 _CONTEXT = 1024
 """Longest text that is written; heads learn nothing from distant tokens."""
+_VOCAB_SIZE = 4096
+_LEAST_TOKENS = 1000
+"""Fewer teach nothing, and leave no text to be held out."""
 OnProgress = Callable[[str, int, int, str], None]
 """(phase, done, total, how it goes)"""
 
@@ -39,7 +42,7 @@ class DraftOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A head to go on with."""
     num_tokens: int
     epochs: int
-    vocab_size: int
+    vocab_size: int | None
     text: Path | None
     seed: int
     cpu_threads: int | None
@@ -47,8 +50,7 @@ class DraftOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def train_draft(options: DraftOptions, on_progress: OnProgress) -> TrainingReport:
     """Returns the held-out figures. Raises TrainingError, ConfigError, ModelError or StartupError."""
-    if options.start is not None and options.method != "eagle":
-        raise TrainingError("--from goes on with EAGLE heads only: Medusa heads begin from nothing")
+    _check_options(options)
     engine = Engine(
         EngineConfig(
             model=options.model,
@@ -67,7 +69,7 @@ def train_draft(options: DraftOptions, on_progress: OnProgress) -> TrainingRepor
         output=str(options.output),
         start=None if options.start is None else str(options.start),
         epochs=options.epochs,
-        vocab_size=options.vocab_size,
+        vocab_size=_VOCAB_SIZE if options.vocab_size is None else options.vocab_size,
         seed=options.seed,
         num_threads=engine.config.num_threads,
     )
@@ -79,6 +81,20 @@ def train_draft(options: DraftOptions, on_progress: OnProgress) -> TrainingRepor
         training, written=written.written, prompts=written.prompts, greedy=written.greedy
     )
     return _train(training, environment, on_progress)
+
+
+def _check_options(options: DraftOptions) -> None:
+    if options.start is not None and options.method != "eagle":
+        raise TrainingError("--from goes on with EAGLE heads only: Medusa heads begin from nothing")
+    if options.start is not None and options.vocab_size is not None:
+        raise TrainingError("--vocab-size: a head that training goes on with (--from) keeps its own vocabulary")
+    for flag, value, least in (
+        ("--tokens", options.num_tokens, _LEAST_TOKENS),
+        ("--epochs", options.epochs, 1),
+        ("--vocab-size", options.vocab_size, 1),
+    ):
+        if value is not None and value < least:
+            raise TrainingError(f"{flag} must be at least {least}, got {value}")
 
 
 def _check(training: DraftTraining, environment: dict[str, str]) -> None:

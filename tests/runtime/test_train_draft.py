@@ -9,25 +9,37 @@ import pytest
 from slipring.runtime.train_draft import DraftOptions, TrainingError, train_draft
 from tests.workers.tiny_models import save_tiny
 
-NO_HEAD, NO_MEDUSA = "no such file or directory", "EAGLE heads only"
 
-
-@pytest.mark.parametrize(("method", "why"), [("eagle", NO_HEAD), ("medusa", NO_MEDUSA)])
-def test_a_head_to_go_on_with_is_looked_at_first(tmp_path: Path, method: str, why: str) -> None:
+def options(tmp_path: Path, **changes: object) -> DraftOptions:
     save_tiny("llama", tmp_path / "tiny")
-    options = DraftOptions(
-        model=str(tmp_path / "tiny"),
-        method=method,
-        output=tmp_path / "head",
-        start=tmp_path / "no-head",
-        num_tokens=100,
-        epochs=1,
-        vocab_size=50,
-        text=None,
-        seed=1,
-        cpu_threads=1,
-    )
+    given = {
+        "model": str(tmp_path / "tiny"),
+        "method": "eagle",
+        "output": tmp_path / "head",
+        "start": None,
+        "num_tokens": 1000,
+        "epochs": 1,
+        "vocab_size": None,
+        "text": None,
+        "seed": 1,
+        "cpu_threads": 1,
+    }
+    return DraftOptions(**(given | changes))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"start": Path("no-head")}, "(?i)--from.*no such file or directory"),
+        ({"start": Path("no-head"), "method": "medusa"}, "--from.*EAGLE heads only"),
+        ({"start": Path("no-head"), "vocab_size": 50}, "--vocab-size.*--from"),
+        ({"num_tokens": 999}, "--tokens must be at least 1000, got 999"),
+        ({"epochs": 0}, "--epochs must be at least 1, got 0"),
+        ({"vocab_size": -1}, "--vocab-size must be at least 1, got -1"),
+    ],
+)
+def test_what_cannot_be_trained(tmp_path: Path, changes: dict[str, object], why: str) -> None:
     told: list[str] = []
-    with pytest.raises(TrainingError, match=f"--from.*(?i:{why})"):
-        train_draft(options, lambda phase, done, total, words: told.append(phase))
+    with pytest.raises(TrainingError, match=why):
+        train_draft(options(tmp_path, **changes), lambda phase, done, total, words: told.append(phase))
     assert not told, "nothing was written"
