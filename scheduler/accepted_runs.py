@@ -34,7 +34,7 @@ class AcceptedRuns:
         accepted = view.num_accepted[:num][entries]
         failed = accepted < 0
         self._take_back(step, view, numbers, rows, accepted)
-        counts = np.minimum(np.abs(accepted), np.maximum(live.limit[rows] - live.num_tokens[rows], 0))
+        counts = np.minimum(np.where(failed, 1, accepted), np.maximum(live.limit[rows] - live.num_tokens[rows], 0))
         place = np.arange(self._width)
         drawn = np.where(place < counts[:, None], view.tokens[:num][entries], 0)
         requests: list[Request] = [live.request_of[row] for row in rows.tolist()]  # type: ignore[misc]

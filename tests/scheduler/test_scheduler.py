@@ -19,7 +19,7 @@ from slipring.scheduler.scheduler import Scheduler
 from slipring.scheduler.step import ProtocolError
 from slipring.shm.params import MAX_STOP_TOKEN_IDS, SamplingParams
 from slipring.shm.table import BatchTable, TableShape
-from slipring.shm.wire import StepInputView, StepOutputView, StepShape, score_words
+from slipring.shm.wire import NO_MATCH, NON_FINITE, StepInputView, StepOutputView, StepShape, score_words
 from tests.simulated_device import SimulatedDevice, expected_embedding, expected_scores, expected_tokens
 
 VOCAB = 7  # small, so that prefixes collide and stop tokens come up
@@ -361,16 +361,19 @@ def test_priority_goes_first_and_ageing_lets_nobody_starve() -> None:
     harness.run()
 
 
-def test_a_row_whose_logits_were_not_finite_ends_alone() -> None:
-    harness = Harness(depth=1)
+@pytest.mark.parametrize("max_draft", [0, 3])
+@pytest.mark.parametrize("failure", [NON_FINITE, NO_MATCH])
+def test_a_row_that_drew_nothing_ends_alone(failure: int, max_draft: int) -> None:
+    harness = Harness(depth=1, max_draft=max_draft)
     bad = harness.add([1, 2, 3, 4, 5] * 5)
     good = harness.add([4, 5, 6])
     harness.publish(), harness.run_device(), harness.take_output()
     assert harness.scheduler.pool.match(bad.block_hashes), "its first chunk was indexed"
     harness.publish(), harness.run_device()
-    harness.outputs[1].num_accepted[0] = -1
+    harness.outputs[1].num_accepted[0] = failure
     harness.take_output()
     assert harness.reason_of[bad] is FinishReason.ERROR
+    assert len(harness.output_of[bad]) == 1, "whatever its code, the failure stands for one token"
     assert harness.scheduler.pool.match(bad.block_hashes) == [], "what it computed is not trusted"
     harness.run()
     harness.assert_right(good)

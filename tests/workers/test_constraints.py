@@ -156,11 +156,14 @@ def test_logprobs_are_those_of_the_raw_distribution(spec: ModelSpec) -> None:
     assert row.outputs == [ord("{")] and ours.output.logprob[0] < 0
 
 
-def test_a_grammar_that_grows_too_complex_ends_its_row_alone(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("max_draft", [0, 3])
+def test_a_grammar_that_grows_too_complex_ends_its_row_alone(
+    max_draft: int, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The limits of a step are met in the middle of an output."""
     monkeypatch.setattr(worker_grammar, "LIMITS", {**worker_grammar.LIMITS, "step_max_items": 50})
     ambiguous = LLMatcher.grammar_from_lark('start: a*\na: "x" a? | "x" "x" a?')
-    ours = with_grammars(Rig(spec), Grammar(ambiguous, "lark"))
+    ours = with_grammars(Rig(spec, max_draft=max_draft), Grammar(ambiguous, "lark"))
     row, free = ours.admit(PROMPT, constrained(logit_bias=((EOS, -100.0),))), ours.admit(PROMPT, GREEDY)
     codes = []
     for step in range(40):
