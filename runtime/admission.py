@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from slipring.runtime.completion import Completion
 from slipring.runtime.config import ResolvedConfig
 from slipring.runtime.detokenizer import Detokenizer
-from slipring.runtime.replica import Replica
 from slipring.runtime.replicas import Replicas, Unavailable
 from slipring.runtime.request import (
     ContextLengthError,
@@ -70,6 +69,19 @@ class Admission:
     def num_held(self) -> int:
         """Requests that wait for the engine to go on."""
         return len(self._held)
+
+    def check_rank(self, rank: int | None) -> None:
+        """That a replica can take a request for this rank; which one will, its prefixes are to tell. Raises
+        InvalidRequestError or EngineDeadError."""
+        if rank is not None and not 0 <= rank < len(self._replicas):
+            raise InvalidRequestError(
+                f"data_parallel_rank {rank} is out of range: there are {len(self._replicas)} ranks, from 0",
+                "X-data-parallel-rank",
+            )
+        try:
+            self._replicas.open_to(rank)
+        except Unavailable as error:
+            raise EngineDeadError(str(error)) from None
 
     def check(self, generation: GenerationRequest) -> NDArray[np.int32]:
         """Refuse what cannot be computed, or what there is no room to wait for; its prompt. Raises
@@ -145,7 +157,7 @@ class Admission:
         return dataclasses.replace(limits, max_store_tokens=most)
 
     def enter(self, completions: list[Completion]) -> None:
-        """Put a request in line, as soon as may be. Raises InvalidRequestError or EngineDeadError."""
+        """Put a request in line, as soon as may be."""
         requests = [completion.request for completion in completions]
         self._num_hashing += requests[0].num_prompt * len(requests)
         self._enqueue(requests)
@@ -179,8 +191,9 @@ class Admission:
             return
         self._num_hashing -= first.num_prompt * len(requests)
         try:
-            replica = self.choose(first.block_hashes, live[0].owner.generation)
-        except EngineDeadError as error:  # since the submission
+            generation = live[0].owner.generation
+            replica = self._replicas.choose(first.block_hashes, generation.data_parallel_rank, generation.session)
+        except Unavailable as error:  # since the submission
             self._fail(live, str(error))
             return
         replica.metrics.prompt_tokens += first.num_prompt
@@ -188,16 +201,3 @@ class Admission:
             request.block_hashes = first.block_hashes.copy()
             request.owner.place(replica)
             replica.add(request)
-
-    def choose(self, hashes: list[bytes], generation: GenerationRequest) -> Replica:
-        """Raises InvalidRequestError or EngineDeadError."""
-        rank = generation.data_parallel_rank
-        if rank is not None and not 0 <= rank < len(self._replicas):
-            raise InvalidRequestError(
-                f"data_parallel_rank {rank} is out of range: there are {len(self._replicas)} ranks, from 0",
-                "X-data-parallel-rank",
-            )
-        try:
-            return self._replicas.choose(hashes, rank, generation.session)
-        except Unavailable as error:
-            raise EngineDeadError(str(error)) from None

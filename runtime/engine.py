@@ -221,7 +221,7 @@ class Engine:
         """
         if self._state is not HealthState.HEALTHY:
             raise EngineDeadError(self._dead_reason or f"the engine is {self._state.value}")
-        self._admission.choose([], generation)  # that there is one; which one, its prefixes will tell
+        self._admission.check_rank(generation.data_parallel_rank)
         if generation.request_id in self._live:
             raise InvalidRequestError(f"request id {generation.request_id!r} is in use", "request_id")
         prompt = self._admission.check(generation)

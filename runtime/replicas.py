@@ -105,7 +105,11 @@ class Replicas:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def choose(self, hashes: list[bytes], pinned: int | None, session: str | None) -> Replica:
-        """The replica that takes a request. Raises Unavailable."""
+        """The replica that takes a request. Ask once for each: the answer is remembered. Raises Unavailable."""
+        return self._prefer(self.open_to(pinned), hashes, session)
+
+    def open_to(self, pinned: int | None) -> list[Replica]:
+        """Those that may take a request, at least one. Raises Unavailable."""
         open_to = [replica for replica in self._all if replica.state is State.HEALTHY]
         if not open_to and self._config.user.on_fault == "replay" and self._config.user.auto_recovery:
             open_to = [replica for replica in self._all if replica.state in _COMING_BACK]
@@ -116,7 +120,7 @@ class Replicas:
                 raise Unavailable(f"data-parallel rank {pinned} takes no requests now: it is {state}")
         if not open_to:
             raise Unavailable(self.reason or "no replica takes requests now")
-        return self._prefer(open_to, hashes, session)
+        return open_to
 
     def _prefer(self, open_to: list[Replica], hashes: list[bytes], session: str | None) -> Replica:
         if len(open_to) == 1:
