@@ -97,7 +97,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
     """The one that it was told; `Link` writes it."""
     num_blocks: int
     block_bytes: int
-    """Bytes of KV for one block over all layers of this worker."""
+    """Bytes of KV for one block over all layers of this worker, drafts' included."""
     phase_seconds: dict[str, float]
     """How long each start-up phase took, in order."""
 

@@ -83,6 +83,8 @@ class KvCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.block_bytes = block_bytes(spec, block_size, dtype)
+        self.budget_bytes = self.block_bytes
+        """What a block takes of the KV cache's budget: its own bytes, and drafts' keys and values."""
         shape = (spec.num_layers, 2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         self._all = _zeroed(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
         self.pools: list[tuple[Tensor, Tensor]] = [(layer[0], layer[1]) for layer in self._all]
@@ -91,7 +93,9 @@ class KvCache:
     def for_worker(cls, config: WorkerConfig, drafts: DraftMemory = DraftMemory()) -> KvCache:
         """Raises MemoryShortageError when pool and drafts do not fit into what the container still allows."""
         num_blocks = size_pool(config, available_bytes(), drafts)
-        return cls(config.model, num_blocks, config.block_size, DTYPES[config.dtype])
+        made = cls(config.model, num_blocks, config.block_size, DTYPES[config.dtype])
+        made.budget_bytes += drafts.for_each_block
+        return made
 
     def as_bytes(self) -> NDArray[np.uint8]:
         """[planes, num_blocks, bytes of a block's part]: the same memory; only for a pool on the CPU."""

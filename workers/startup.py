@@ -41,7 +41,7 @@ def build_executor(config: WorkerConfig, link: Link) -> Executor:
     gc.collect()
     gc.freeze()
     link.beat(Phase.WAITING)
-    link.publish_ready(Ready(num_blocks=kv.num_blocks, block_bytes=kv.block_bytes, phase_seconds=clock.seconds))
+    link.publish_ready(Ready(num_blocks=kv.num_blocks, block_bytes=kv.budget_bytes, phase_seconds=clock.seconds))
     return executor
 
 

@@ -20,7 +20,7 @@ from slipring.shm.grammar import Grammar
 from slipring.shm.layout import Phase
 from slipring.shm.ring import RingReader, RingWriter, create_ring
 from slipring.shm.segment import memfd
-from slipring.shm.spec import ModelSpec
+from slipring.shm.spec import ModelSpec, SpeculationSpec
 from slipring.shm.table import BatchTable, TableShape
 from slipring.shm.wire import Progress, Ready, SlotKind, StepFlag, StepInputView, StepOutputView, StepShape, WorkerError
 from tests.byte_tokenizer import byte_tokenizer
@@ -35,8 +35,14 @@ START_S = 60.0
 class Engine:
     """The engine's side of one worker, by hand."""
 
-    def __init__(self, spec: ModelSpec, parent_pid: int | None = None, **changes: object) -> None:
-        shape = StepShape.of(8, 0, 8)
+    def __init__(
+        self,
+        spec: ModelSpec,
+        parent_pid: int | None = None,
+        speculation: SpeculationSpec | None = None,
+        **changes: object,
+    ) -> None:
+        shape = StepShape.of(8, 0 if speculation is None else 1, 8)
         table_shape = TableShape(16, 128, 8)
         self.steps = RingWriter.create("steps", 4, shape.input_bytes, 1)
         output_segment = create_ring("outputs", 4, shape.output_bytes, 1)
@@ -66,6 +72,8 @@ class Engine:
             output_doorbell_fd=self.output_bell.fd,
             lifeline_fd=lifeline_read,
             spin_us=50,
+            max_draft=shape.max_draft,
+            speculation=speculation,
             **changes,
         )
         data = worker_spec.encode(config)
@@ -172,6 +180,19 @@ def test_steps_run_ahead_of_the_reader_and_shutdown_ends_well(spec: ModelSpec, e
     engine.steps.publish(SlotKind.SHUTDOWN, 0, 0)
     engine.step_bell.ring()
     assert engine.process.wait(10) == 0
+
+
+def test_a_block_is_as_large_as_the_budget_takes_it_for(spec: ModelSpec) -> None:
+    """With its drafts' keys and values: what a longer context needs is reckoned from it."""
+    each = 2 * 2 * 8 * 2 * 16 * 4
+    drafts = SpeculationSpec(method="draft_model", draft=spec)
+    engine = Engine(spec, speculation=drafts, num_blocks=None, kv_cache_bytes=10 * 2 * each)
+    try:
+        ready = engine.wait_ready()
+        assert (ready.num_blocks, ready.block_bytes) == (10, 2 * each)
+    finally:
+        engine.process.kill()
+        engine.process.wait()
 
 
 def test_control_messages_are_answered_without_a_step(spec: ModelSpec, engine: Engine) -> None:
