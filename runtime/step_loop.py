@@ -85,6 +85,9 @@ class StepLoop:
         self.collector: NullCollector | IdleCollector = NullCollector()
         self.scheduler: Scheduler | None = None
         """None until the worker is ready."""
+        self._undelivered: Returned | None = None
+        """The oldest slot's step, between its update and its delivery. One that was delivered in part is not told
+        from one that was not: `salvage` finds that it is not in flight, and what follows it is computed again."""
         self._waiter = LoopWaiter(self._loop, epoch.output_bell, epoch.outputs_are_there, self._on_outputs, SPIN_US)
         self._grammars = WorkerGrammars(epoch.control)
         self._loop.add_reader(epoch.reply_bell.fd, self._guarded, self._on_replies)
@@ -127,7 +130,7 @@ class StepLoop:
                 kind, _, step_id, _ = self.epoch.outputs.header(slot)
                 if kind == SlotKind.STEP:
                     view = self.epoch.output_views[slot]
-                    self._deliver(scheduler, scheduler.update(view, step_id), view)
+                    self._deliver(scheduler, self._undelivered or scheduler.update(view, step_id), view)
                 self.epoch.outputs.advance()
         except Exception as error:  # what cannot be read any more is computed again
             logger.warning("outputs of the ended epoch are dropped: %r", error)
@@ -213,26 +216,35 @@ class StepLoop:
                 return
             self._guarded(self._take_output, slot)
             if not self._runs:
-                return  # a fault, whose salvage begins after this slot; or somebody closed us from within a sink
-            self.epoch.outputs.advance()
+                return  # a fault; or somebody closed us from within a sink
         if self.epoch.outputs_are_there():
             self.epoch.output_bell.ring()
 
     def _take_output(self, slot: int) -> None:
-        """One returned step: update, publish, deliver, settle, pace. See the module's docstring for the order."""
+        """One returned step: update, publish, deliver, settle, pace. See the module's docstring for the order.
+
+        The slot is given back as soon as all of it has been delivered: after a fault, what is left is `salvage`'s.
+        """
         kind, length, step_id, _ = self.epoch.outputs.header(slot)
         scheduler = self.scheduler
         if kind != SlotKind.STEP:
             self._on_control(kind, length, slot)
-        elif scheduler is not None:
-            view = self.epoch.output_views[slot]
-            returned = scheduler.update(view, step_id)
-            self._returned()
-            self._pump()
-            self._deliver(scheduler, returned, view)
-            scheduler.settle()
-            self._send_transfers(scheduler)
-            self._rest(scheduler)
+            if self._runs:
+                self.epoch.outputs.advance()
+            return
+        if scheduler is None:
+            raise ProtocolError(f"step {step_id} came back, and none was sent")
+        view = self.epoch.output_views[slot]
+        self._undelivered = returned = scheduler.update(view, step_id)
+        self._returned()
+        self._pump()
+        self._deliver(scheduler, returned, view)
+        if not self._runs:
+            return
+        self.epoch.outputs.advance()
+        scheduler.settle()
+        self._send_transfers(scheduler)
+        self._rest(scheduler)
 
     def _on_replies(self) -> None:
         """The worker answered on the control channel, or made room in it."""
@@ -327,6 +339,7 @@ class StepLoop:
         scheduler.admitted.clear()
 
     def _deliver(self, scheduler: Scheduler, returned: Returned, view: StepOutputView) -> None:
+        self._undelivered = None
         ended = deliver(scheduler, returned, view, time.monotonic())
         for request in ended:
             self._grammars.release(request)
