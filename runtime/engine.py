@@ -127,6 +127,7 @@ class Engine:
         except TierSetupError as error:
             raise StartupError(str(error)) from error
         except OSError as error:
+            self._close_tiers()
             raise StartupError(f"no shared memory for rings and batch table: {error}. {_SHM_FIX}") from error
         starting = asyncio.ensure_future(self._replicas.start(self.config.user.worker_startup_timeout_s))
         try:

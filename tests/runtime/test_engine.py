@@ -8,8 +8,10 @@ import gc
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +26,7 @@ from slipring.runtime.request import (
     QueueFullError,
 )
 from slipring.shm.params import SamplingParams
+from slipring.shm.segment import Segment
 from tests.simulated_device import expected_embedding, expected_scores, expected_tokens
 
 
@@ -356,6 +359,35 @@ def test_a_spawn_that_fails_is_a_start_up_error(monkeypatch: pytest.MonkeyPatch)
         await fail()
         assert num_descriptors() == before
 
+    run(scenario())
+
+
+def test_no_shared_memory_at_the_start_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Before anybody stops the engine: the tiers have memory and threads by then."""
+
+    def no_room(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def held() -> int:
+        """Mappings of tiers, and threads of theirs."""
+        gc.collect()
+        threads = sum("fs" in thread.name for thread in threading.enumerate())
+        return threads + Path("/proc/self/maps").read_text().count("kv-tier")
+
+    files = {"type": "fs", "root_dir": str(tmp_path)}
+    extra = {"cpu_bytes_to_use": 1 << 25, "secondary_tiers": [files]}
+    config = EngineConfig(model="smollm2", kv_transfer_config=json.dumps({"kv_connector_extra_config": extra}))
+
+    async def scenario() -> None:
+        before = held()
+        with pytest.raises(StartupError, match="--shm-size"):
+            await Engine(config).start()
+        deadline = time.monotonic() + 5
+        while held() > before:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(Segment, "create", no_room)
     run(scenario())
 
 
