@@ -30,6 +30,10 @@ DTYPES = {"auto": "auto", "float32": "float32", "bfloat16": "bfloat16", "float16
 """As given, and what it means."""
 POLICIES = ("fcfs", "priority")
 ON_FAULT = ("replay", "abort")
+WORKER_BYTES = 150 << 20
+"""What a worker takes at least for itself (measured: 163 to 174 MiB beside the weights, which all share)."""
+MOST_WORKERS_PER_CPU = 8
+"""More of them only take turns."""
 
 
 class ConfigError(ValueError):
@@ -173,6 +177,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     _check(config)
     max_model_len = _max_model_len(config, spec)
     resolved = _resolve(config, spec, max_model_len)
+    _check_room(resolved)
     return resolved if config.speculative_config is None else _with_speculation(resolved, config.speculative_config)
 
 
@@ -245,6 +250,26 @@ def _check(config: EngineConfig) -> None:
             f"--max-num-batched-tokens ({budget}) must be at least --max-num-seqs ({config.max_num_seqs}): "
             "each running sequence needs one token per step"
         )
+
+
+def _check_room(resolved: ResolvedConfig) -> None:
+    """Whether so many replicas fit, before the first of them takes anything. One alone is let try."""
+    user = resolved.user
+    num_workers = user.data_parallel_size * (2 if user.warm_spare else 1)
+    if user.data_parallel_size == 1:
+        return
+    each = WORKER_BYTES + resolved.table_shape.nbytes
+    if resolved.device == "cpu":
+        each += user.kv_cache_memory_bytes or 0
+    free, cpus = available_bytes(), available_cpus()
+    if num_workers * each <= free and num_workers <= MOST_WORKERS_PER_CPU * cpus:
+        return
+    most = min(free // each, MOST_WORKERS_PER_CPU * cpus) // (2 if user.warm_spare else 1)
+    raise ConfigError(
+        f"--data-parallel-size: {user.data_parallel_size} replicas do not fit: {num_workers} workers need at least "
+        f"{num_workers * each / 2**30:.1f} GiB of memory and {-(-num_workers // MOST_WORKERS_PER_CPU)} CPUs, and "
+        f"there are {free / 2**30:.1f} GiB and {cpus} CPUs: use {max(1, most)} or less"
+    )
 
 
 def _check_affinity(config: EngineConfig) -> None:

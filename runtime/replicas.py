@@ -72,8 +72,11 @@ class Replicas:
 
     async def start(self, timeout_s: float) -> list[wire.Ready]:
         """Spawn every worker; returns when all are ready. Raises ReplicaDeadError for the first that is not."""
-        starting = [asyncio.ensure_future(replica.start(timeout_s)) for replica in self._all]
+        starting: list[asyncio.Future[wire.Ready]] = []
         try:
+            for replica in self._all:
+                starting.append(asyncio.ensure_future(replica.start(timeout_s)))
+                await asyncio.sleep(0)  # to spawn one holds up the loop: signals and probes come between
             return await asyncio.gather(*starting)
         finally:
             for start in starting:
@@ -91,6 +94,8 @@ class Replicas:
         self.rendezvous.close()
 
     def close(self) -> None:
+        for replica in self._all:
+            replica.step_loop.epoch.worker.kill()  # all at once: each is waited for as it is closed
         for replica in self._all:
             replica.close()
         self._weights.close()

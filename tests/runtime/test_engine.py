@@ -10,13 +10,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from slipring.runtime.config import ConfigError, EngineConfig
 from slipring.runtime.engine import Engine, HealthState, StartupError
+from slipring.runtime.epoch import Epoch
 from slipring.runtime.request import (
     ContextLengthError,
     Delta,
@@ -591,6 +592,31 @@ def test_start_up_failures_are_told_with_the_workers_last_words() -> None:
         run(hangs())
 
 
+def test_a_start_of_many_replicas_ends_at_a_signal_before_the_last_is_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One spawn may take long, on a machine that is short of something; a thousand of them in a row took no signal."""
+    epochs: list[Epoch] = []
+    spawn = Epoch.spawn
+
+    def slow(epoch: Epoch, on_death: Callable[[int], None]) -> None:
+        epochs.append(epoch)
+        if len(epochs) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        spawn(epoch, on_death)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(Epoch, "spawn", slow)
+        config = EngineConfig(model="smollm2", worker_module="tests.scripted_worker", data_parallel_size=8)
+        engine = Engine(config)
+        starting = asyncio.ensure_future(engine.start())
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, starting.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await engine.stop()
+
+    run(scenario())
+    assert 2 <= len(epochs) < 8 and not any(epoch.worker.alive for epoch in epochs)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -600,6 +626,7 @@ def test_start_up_failures_are_told_with_the_workers_last_words() -> None:
         ({"dtype": "int3"}, "--dtype"),
         ({"seed": -5}, "--seed"),
         ({"cpu_threads": 10_000}, "--cpu-threads"),
+        ({"data_parallel_size": 1000}, r"--data-parallel-size: 1000 replicas do not fit: .* GiB .* CPUs: use \d+ or less"),
         ({"cpu_affinity": "0|1"}, "--cpu-affinity: must have one list"),
         ({"cpu_affinity": "100000"}, "--cpu-affinity: CPU 100000"),
         ({"cpu_affinity": "0", "cpu_threads": 2}, "--cpu-threads 2 is more than the 1 CPUs of a --cpu-affinity list"),
