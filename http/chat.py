@@ -83,12 +83,12 @@ async def plan_chat(model: ServedModel, body: ChatBody, size: int) -> Plan:
     prompt = Prompt(token_ids if cut is None else cut.apply(token_ids), echo)
     output = model.output.form(use, text)
     if use is not None and use.forced:
-        grammar = await compile_calls(model.engine, use, output)
+        grammar, param = await compile_calls(model.engine, use, output), "tools"
     else:
-        grammar = await compile_structured(model.engine, body)
+        grammar, param = await compile_structured(model.engine, body)
     bad_words = await model.bad_words(body.bad_words or [])
     scores = -1 if body.prompt_logprobs is None else body.prompt_logprobs
-    return Plan(body, [prompt], "messages", max_tokens, logprobs, output, grammar, bad_words, scores)
+    return Plan(body, [prompt], "messages", max_tokens, logprobs, output, grammar, param, bad_words, scores)
 
 
 async def encode_prompt(model: ServedModel, body: ChatBody, size: int) -> list[int]:

@@ -67,8 +67,11 @@ async def create_completion(model: ServedModel, flights: Flights, request: ApiRe
     logprobs = -1 if body.logprobs is None else body.logprobs
     scores = max(-1 if body.prompt_logprobs is None else body.prompt_logprobs, logprobs if body.echo else -1)
     bad_words = await model.bad_words(body.bad_words or [])
-    grammar = await compile_structured(model.engine, body)
-    plan = Plan(body, prompts, "prompt", max_tokens, logprobs, grammar=grammar, bad_words=bad_words, scores=scores)
+    grammar, param = await compile_structured(model.engine, body)
+    plan = Plan(
+        body, prompts, "prompt", max_tokens, logprobs,
+        grammar=grammar, grammar_param=param, bad_words=bad_words, scores=scores,
+    )  # fmt: skip
     head = model.head(f"cmpl-{request.request_id}", body.model)
     return await answer(model, flights, head, plan, _STYLE, placement(request))
 

@@ -41,19 +41,9 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """The same, for an API that calls the fields of chat by other names (from chat's name to its own).
-
-        A name stands for everything inside the field as well; of several that fit the first counts.
-        """
-
-        def own(path: str) -> str:
-            for name, other in names.items():
-                if path.startswith(name) and path[len(name) : len(name) + 1] in ("", ".", "["):
-                    return other + path[len(name) :]
-            return path
-
-        message = _QUOTED.sub(lambda found: f"`{own(found[1])}", self.message)
-        param = None if self.param is None else own(self.param)
+        """The same, for an API that calls the fields of chat by other names (`own_name`)."""
+        message = _QUOTED.sub(lambda found: f"`{own_name(found[1], names)}", self.message)
+        param = None if self.param is None else own_name(self.param, names)
         return ApiError(self.status, message, param, self.code, self.headers)
 
     def body(self) -> dict[str, Any]:
@@ -66,6 +56,17 @@ class ApiError(Exception):
     def frame(self) -> bytes:
         """The same body as the last event of a stream that had already begun."""
         return b"data: " + orjson.dumps(self.body()) + b"\n\n"
+
+
+def own_name(path: str, names: Mapping[str, str]) -> str:
+    """A field's name in another API, by chat's.
+
+    A name stands for everything inside the field as well; of several that fit the first counts.
+    """
+    for name, other in names.items():
+        if path.startswith(name) and path[len(name) : len(name) + 1] in ("", ".", "["):
+            return other + path[len(name) :]
+    return path
 
 
 @contextmanager
@@ -133,6 +134,11 @@ def internal_error() -> ApiError:
 def engine_failed(message: str | None) -> ApiError:
     """The engine, or the loss of it, ended an answer that had begun."""
     return ApiError(500, message or "The engine could not finish this request.", code="engine_error")
+
+
+def answer_failed(message: str | None, param: str | None) -> ApiError:
+    """What ended an answer that had begun. `param`: the field of the request whose fault it is, if it is one's."""
+    return engine_failed(message) if param is None else bad_request(f"`{param}`: {message}.", param)
 
 
 def from_engine(error: EngineError, param: str | None = None) -> ApiError:

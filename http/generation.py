@@ -47,6 +47,8 @@ class Plan:
     """How the answers are taken apart."""
     grammar: Grammar | None = None
     """What they must match."""
+    grammar_param: str | None = None
+    """The field that asked for it."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     scores: int = -1
     """Alternatives to report for the prompt's tokens; -1: none."""
@@ -262,6 +264,7 @@ def _requests(model: ServedModel, plan: Plan, reply_id: str, place: Placement) -
             tier_limits=tier_limits(body),
             priority=body.priority or 0,
             grammar=plan.grammar,
+            grammar_param=plan.grammar_param,
             data_parallel_rank=place.rank,
             session=place.session,
         )

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipring.http.bodies import SamplingBody
-from slipring.http.errors import ApiError, engine_failed
+from slipring.http.errors import ApiError, answer_failed
 from slipring.runtime.prompt_logprobs import PromptLogprobs
 from slipring.runtime.request import Delta, Timing, TokenLogprob
 
@@ -135,7 +135,7 @@ class Collector:
         if self._done.done():
             return
         if delta.finish_reason == "error":
-            self.fail(engine_failed(delta.error))
+            self.fail(answer_failed(delta.error, delta.error_param))
             return
         self.usage.add(delta)
         choice = self.choices[delta.index]

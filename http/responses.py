@@ -21,7 +21,7 @@ from slipring.http.bodies import decode
 from slipring.http.chat import plan_chat
 from slipring.http.choices import writer_of
 from slipring.http.config import ServerConfig
-from slipring.http.errors import ApiError, bad_request, renaming
+from slipring.http.errors import ApiError, bad_request, own_name, renaming
 from slipring.http.exchange import JSON, ApiRequest, ApiResponse
 from slipring.http.generation import Flights, Generation, Plan, answer
 from slipring.http.item_page import Page
@@ -204,7 +204,7 @@ class Responses:
             try:
                 choices = await collector.wait()
             except ApiError as error:
-                end(failed(begun, error.message, []))
+                end(failed(begun, error, []))
             else:
                 end(style.ended(model, plan, head, choices, usage))
 
@@ -231,4 +231,7 @@ async def _plan(model: ServedModel, body: ResponsesBody, found: Conversation, si
     chat = chat_body(body, found.items, found.num_previous)
     if body.truncation == "auto":
         await truncate(model, chat, size)
-    return replace(await plan_chat(model, chat, size), param="input")
+    plan = await plan_chat(model, chat, size)
+    # Of streams, too, whose errors come when nobody renames them any more.
+    param = None if plan.grammar_param is None else own_name(plan.grammar_param, own_names(body))
+    return replace(plan, param="input", grammar_param=param)

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from slipring.http.errors import ApiError
+from slipring.http.errors import ApiError, engine_failed
 from slipring.http.logprobs import LogprobWriter
 from slipring.http.output_form import ChoiceParser
 from slipring.http.reply import Choice, ReplyHead, Usage
@@ -80,7 +80,7 @@ def ended(
 ) -> dict[str, Any]:
     """The response once the model has stopped."""
     if finish_reason == "abort":
-        return failed(response, ABORTED, output)
+        return failed(response, engine_failed(ABORTED), output)
     cut = finish_reason == "length"
     return {
         **response,
@@ -92,8 +92,10 @@ def ended(
     }
 
 
-def failed(response: dict[str, Any], message: str, output: list[dict[str, Any]]) -> dict[str, Any]:
-    return {**response, "status": "failed", "error": {"code": "server_error", "message": message}, "output": output}
+def failed(response: dict[str, Any], error: ApiError, output: list[dict[str, Any]]) -> dict[str, Any]:
+    code = "server_error" if error.status >= 500 else "invalid_prompt"
+    told = {"code": code, "message": error.message}
+    return {**response, "status": "failed", "error": told, "output": output}
 
 
 def plain_response(
@@ -152,7 +154,7 @@ class ResponseRenderer:
         frames = self._start()
         if self._writer.items:
             frames += self._writer.finish("incomplete")
-        return frames + self._final(failed(self._response, error.message, self._writer.items))
+        return frames + self._final(failed(self._response, error, self._writer.items))
 
     def _start(self) -> bytes:
         if self._started:

@@ -18,7 +18,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol, cast
 
-from slipring.http.errors import ApiError, engine_failed
+from slipring.http.errors import ApiError, answer_failed, engine_failed
 from slipring.runtime.request import Delta, TokenLogprob
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class FrameStream:
         if self.ended or self._error is not None:
             return
         if delta.finish_reason == "error":
-            self.fail(engine_failed(delta.error))
+            self.fail(answer_failed(delta.error, delta.error_param))
         elif self._merging:
             self._hold(delta)
         else:

@@ -24,13 +24,14 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _FORMATS = "text, json_object, json_schema or structural_tag"
 
 
-async def compile_structured(engine: Engine, body: SamplingBody) -> Grammar | None:
-    """What the body's answers must match. Raises ApiError (400), naming the field and what is wrong in it."""
+async def compile_structured(engine: Engine, body: SamplingBody) -> tuple[Grammar | None, str | None]:
+    """What the body's answers must match, and the field that says so. Raises ApiError (400), naming the field and what
+    is wrong in it."""
     wish = structured_output(body)
     if wish is None:
-        return None
+        return None, None
     try:
-        return await engine.compile_grammar(*wish)
+        return await engine.compile_grammar(*wish), wish[1]
     except EngineError as error:
         raise from_engine(error, wish[1]) from None
 

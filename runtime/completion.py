@@ -17,6 +17,7 @@ from slipring.runtime.metrics import Metrics, Timing
 from slipring.runtime.prompt_logprobs import PromptLogprobs
 from slipring.runtime.request import Delta, GenerationRequest, Sink, TokenLogprob
 from slipring.scheduler.request import FinishReason, Request
+from slipring.shm.grammar import LIMITS
 from slipring.shm.wire import NO_MATCH, NON_FINITE, score_words
 
 if TYPE_CHECKING:
@@ -28,7 +29,13 @@ NOTHING_DRAWN = (
     "the model's output was not finite for this request, or its restrictions (allowed_token_ids, bad_words, "
     "logit_bias, min_tokens) left no token to draw"
 )
-FAILURES = {NON_FINITE: NOTHING_DRAWN, NO_MATCH: "the grammar became too complex to be followed any further"}
+TOO_COMPLEX = (
+    "the grammar that this request asks for became too complex to be followed: one token met a limit on the parser's "
+    f"items ({LIMITS['step_max_items']}, {LIMITS['max_items_in_row']} in a row), the lexer's work "
+    f"({LIMITS['step_lexer_fuel']}) or its states ({LIMITS['max_lexer_states']}); fewer alternatives that begin alike, "
+    "and shorter repetitions, need less"
+)
+FAILURES = {NON_FINITE: NOTHING_DRAWN, NO_MATCH: TOO_COMPLEX}
 
 
 class Completion:
@@ -157,6 +164,7 @@ class Completion:
         logprobs: tuple[TokenLogprob] | None = None,
         stop_reason: int | str | None = None,
         error: str | None = None,
+        error_param: str | None = None,
         embedding: NDArray[np.float32] | None = None,
     ) -> None:
         """Hand over the last piece: what was held back, and why it ends. Only the first call counts."""
@@ -179,9 +187,15 @@ class Completion:
                 num_cached_tokens=self.request.num_cached_tokens,
                 embedding=embedding,
                 error=error,
+                error_param=error_param,
                 timing=timing,
             )
         )
+
+    def fail(self, code: int, now: float) -> None:
+        """A draw came to nothing: NON_FINITE or NO_MATCH."""
+        param = self.generation.grammar_param if code == NO_MATCH else None
+        self.finish(FinishReason.ERROR, now, error=FAILURES[code], error_param=param)
 
     def _count_end(self, reason: FinishReason, timing: Timing, now: float) -> None:
         metrics, request = self.metrics, self.request

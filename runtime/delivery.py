@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipring.runtime.completion import FAILURES, Completion
+from slipring.runtime.completion import Completion
 from slipring.runtime.request import TokenLogprob
 from slipring.scheduler.request import FinishReason, Request
 from slipring.scheduler.scheduler import Scheduler
@@ -26,7 +26,7 @@ def deliver(scheduler: Scheduler, returned: Returned, view: StepOutputView, now:
             continue  # a sink of this very step has aborted it, or a stop string in it has ended it
         reason, stop_token = ends.get(index, (None, None)) if ends else (None, None)
         if reason is FinishReason.ERROR:
-            completion.finish(reason, now, error=FAILURES[view.failure(place)])
+            completion.fail(view.failure(place), now)
             continue
         logprobs = (_logprob(view, place, token, request),) if completion.wants_logprobs else None
         if completion.push(token, logprobs, reason, stop_token, now):

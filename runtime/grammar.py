@@ -1,8 +1,8 @@
 """`GrammarSpec` to `Grammar`: compiles and checks what a request wants its output to look like, off the loop.
 
-The check builds the grammar as the worker will, under the same limits (`shm.grammar.LIMITS`), and looks at its first
-mask, so what is bad, unsupported, too large or without any valid output is refused here, as a 400, and not in the
-middle of a step. llguidance lets the loop run while it works, and is imported when the first grammar comes: an engine
+The check builds the grammar as the worker will, under the same limits (`shm.grammar.LIMITS`), looks at its first mask
+and goes one token further, so what is bad, unsupported, too large or without any valid output is refused here, as a
+400, and not in the middle of a step. llguidance lets the loop run while it works, and is imported when the first grammar comes: an engine
 that never sees one never pays for it.
 
 JSON is written with bounded white space, whatever the model would like, so that it cannot run away in blanks.
@@ -11,6 +11,7 @@ JSON is written with bounded white space, whatever the model would like, so that
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -19,15 +20,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+import numpy as np
 import orjson
 
+from slipring.runtime.lark_rules import can_end
 from slipring.runtime.request import InvalidRequestError
 from slipring.runtime.schema_times import times_as_patterns
 from slipring.shm.grammar import LIMITS, MAX_GRAMMAR_BYTES, Grammar
 from slipring.shm.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from llguidance import LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
     from slipring.runtime.tokenizer import Tokenizer
 
@@ -84,10 +87,15 @@ class GrammarCompiler:
 
         text = _text(spec)
         matcher = LLMatcher(self._vocabulary(tokenizer), text, log_level=0, limits=LLParserLimits(**LIMITS))
-        if not matcher.is_error() and not any(matcher.compute_bitmask()):
-            raise ValueError("nothing can match it")
+        mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+        if not matcher.is_error() and not any(mask):
+            raise ValueError(_NOTHING)
         if matcher.is_error():
             raise ValueError(_reason(spec, matcher.get_error()))
+        if spec.kind == "lark" and not can_end(_lark(spec)):
+            raise ValueError(f"{_NOTHING} that ever ends")
+        if (error := _stuck(matcher, mask)) is not None:
+            raise ValueError(f"no answer can get beyond its first token: {_reason(spec, error)}")
         return Grammar(text, spec.kind)
 
     def _vocabulary(self, tokenizer: Tokenizer) -> LLTokenizer:
@@ -121,6 +129,25 @@ class _Vocabulary:
         return self._encode(text if isinstance(text, str) else text.decode("utf-8", "replace"), False)
 
 
+_NOTHING = "nothing can match it"
+_MOST_FIRST = 4
+"""First tokens that are tried."""
+
+
+def _stuck(matcher: LLMatcher, mask: bytes) -> str | None:
+    """Why none of a few first tokens can be followed; None where one can. Moves on only copies."""
+    allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
+    error = None
+    for token in allowed[:: max(1, len(allowed) // _MOST_FIRST)][:_MOST_FIRST].tolist():
+        further = matcher.deep_copy()
+        if further.consume_token(token) and not further.is_stopped():
+            further.compute_bitmask()
+        error = further.get_error() if further.is_error() else None
+        if error is None:
+            return None
+    return error
+
+
 _WHITESPACE = r" |\n[ ]{0,20}"
 """One space, or a line break and an indentation."""
 
@@ -129,10 +156,8 @@ def _text(spec: GrammarSpec) -> str:
     """llguidance's serialisation, unchecked. Raises ValueError."""
     from llguidance import LLMatcher
 
-    if spec.kind == "lark" and "::=" in spec.value:
-        return LLMatcher.grammar_from_lark(_from_gbnf(spec.value))
     if spec.kind == "lark":
-        return LLMatcher.grammar_from_lark(spec.value)
+        return LLMatcher.grammar_from_lark(_lark(spec))
     if spec.kind == "regex":
         return LLMatcher.grammar_from_regex(spec.value)
     if spec.kind == "choice":
@@ -157,6 +182,11 @@ def _text(spec: GrammarSpec) -> str:
     return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
 
 
+def _lark(spec: GrammarSpec) -> str:
+    """Raises ValueError."""
+    return _from_gbnf(spec.value) if "::=" in spec.value else spec.value
+
+
 def _from_gbnf(text: str) -> str:
     """llama.cpp's notation, which vLLM calls EBNF, as Lark. Raises ValueError."""
     from llguidance.gbnf_to_lark import any_to_lark
@@ -177,11 +207,16 @@ _MOST_WORDS = 500
 """Characters of a reason: it may quote the schema, which may be half a megabyte."""
 
 
+_OPTIONS = re.compile(r"[.;,]?\s*(?:[Ee]nable|[Ss]et) '[a-z_]+' option[^.;]*[.;]?")
+"""Of llguidance's: nobody who reads this can set them."""
+
+
 def _reason(spec: GrammarSpec, error: str) -> str:
     """What llguidance says, and for a schema the part of it that it says it of."""
     words = error.split("<state>")[0].split("<non-verbose/>")[0].strip()
+    words = _OPTIONS.sub("", words)
     if words.startswith("NoExtension"):
-        words = "nothing can match it"
+        words = _NOTHING
     if spec.kind != "json_schema":
         return words
     place = _place(orjson.loads(spec.value), words)

@@ -67,6 +67,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Lower is sooner, with `--scheduling-policy priority`."""
     grammar: Grammar | None = None
     """What the output must match, from `Engine.compile_grammar`."""
+    grammar_param: str | None = None
+    """The client's field that asked for it, for errors."""
     data_parallel_rank: int | None = None
     """The replica that must take it; None: the router chooses."""
     session: str | None = None
@@ -105,6 +107,8 @@ class Delta(msgspec.Struct, kw_only=True):
     """The prompt's last hidden state behind the final norm, when asked for; not normalised to a length."""
     error: str | None = None
     """A sentence for people, with `finish_reason` `error`."""
+    error_param: str | None = None
+    """The request's field whose fault it is, so that trying again is no use. None: the engine's."""
     timing: Timing | None = None
     """In the last delta of a completion."""
 

@@ -154,10 +154,11 @@ class EngineDouble:
         position: int = -1,
         error: str | None = None,
         stop_reason: int | str | None = None,
+        error_param: str | None = None,
     ) -> None:
         ids = tuple(text.encode())
         self._push(position, Delta(index=index, text=text, token_ids=ids, finish_reason=reason, error=error,
-                                   stop_reason=stop_reason))  # fmt: skip
+                                   stop_reason=stop_reason, error_param=error_param))  # fmt: skip
 
     def _push(self, position: int, delta: Delta) -> None:
         sink = self.sinks.get(self.requests[position].request_id)

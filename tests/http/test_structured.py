@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -10,9 +11,13 @@ import pytest
 from slipring.http.bodies import CompletionBody
 from slipring.http.errors import ApiError
 from slipring.http.structured import structured_output
+from slipring.http.exchange import ApiResponse
 from slipring.runtime.grammar import GrammarSpec
+from tests.http.calls import CHAT, COMPLETIONS, HELLO, acall, events, make_api, named_events, refused
+from tests.http.engine_double import EngineDouble
 
 SCHEMA = {"type": "object", "properties": {"名": {"const": 1}}}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
 TAG = {"begin": "<f=a>", "schema": {"type": "integer"}, "end": "</f>"}
 
 
@@ -92,3 +97,47 @@ def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:
 def test_a_structural_tag_becomes_lark() -> None:
     spec, param = wish(response_format={"type": "structural_tag", "structures": [TAG], "triggers": ["<f"]})
     assert spec.kind == "lark" and '%json {"type": "integer"}' in spec.value and param == "response_format"
+
+
+async def failing(path: str, body: dict[str, Any]) -> ApiResponse | bytes:
+    """The answer of an engine that cannot follow the grammar beyond the first letters."""
+    engine = EngineDouble(script=None)
+    asking = asyncio.ensure_future(acall(make_api(engine), "POST", path, body))
+    while not engine.requests:
+        await asyncio.sleep(0.001)
+    engine.say('{"')
+    engine.end(reason="error", error="too complex", error_param=engine.requests[0].grammar_param)
+    response = await asking
+    stream: Any = response.body
+    return response if isinstance(stream, bytes) else b"".join([frames async for frames in stream])
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "param"),
+    [
+        (
+            CHAT,
+            {"messages": HELLO, "response_format": json_format(schema=SCHEMA)},
+            "response_format.json_schema.schema",
+        ),
+        (COMPLETIONS, {"prompt": "hi", "guided_regex": "a+"}, "guided_regex"),
+        (CHAT, {"messages": HELLO, "tool_choice": "required", "tools": [FUNCTION]}, "tools"),
+    ],
+)
+def test_a_grammar_that_fails_in_mid_answer_is_the_requests_fault(path: str, more: dict[str, Any], param: str) -> None:
+    """A client that tries again what failed with a 5xx would only wait for the same."""
+    error = refused(asyncio.run(failing(path, more)))
+    assert error["param"] == param and error["message"] == f"`{param}`: too complex."
+    streamed = events(asyncio.run(failing(path, {**more, "stream": True})))
+    assert streamed[-1]["error"] == error
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_responses_api_calls_such_a_field_by_its_own_name(stream: bool) -> None:
+    body = {"input": "hi", "stream": stream, "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}}
+    answer = asyncio.run(failing("/v1/responses", body))
+    if stream:
+        error = named_events(answer)[-1]["response"]["error"]
+        assert error["code"] == "invalid_prompt" and error["message"].startswith("`text.format")
+    else:
+        assert refused(answer)["param"].startswith("text.format")

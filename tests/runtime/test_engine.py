@@ -626,7 +626,10 @@ def test_a_start_of_many_replicas_ends_at_a_signal_before_the_last_is_spawned(mo
         ({"dtype": "int3"}, "--dtype"),
         ({"seed": -5}, "--seed"),
         ({"cpu_threads": 10_000}, "--cpu-threads"),
-        ({"data_parallel_size": 1000}, r"--data-parallel-size: 1000 replicas do not fit: .* GiB .* CPUs: use \d+ or less"),
+        (
+            {"data_parallel_size": 1000},
+            r"--data-parallel-size: 1000 replicas do not fit: .* GiB .* CPUs: use \d+ or less",
+        ),
         ({"cpu_affinity": "0|1"}, "--cpu-affinity: must have one list"),
         ({"cpu_affinity": "100000"}, "--cpu-affinity: CPU 100000"),
         ({"cpu_affinity": "0", "cpu_threads": 2}, "--cpu-threads 2 is more than the 1 CPUs of a --cpu-affinity list"),

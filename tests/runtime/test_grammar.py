@@ -105,3 +105,23 @@ def test_what_would_take_for_ever_is_refused_or_cheap(kind: str, value: str) -> 
         return turns
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "words"),
+    [
+        ("lark", 'root ::= "a" root', "nothing can match it that ever ends"),
+        (
+            "lark",
+            'start: "a" (first | second)\nfirst: "b" second\nsecond: "c" first',
+            "nothing can match it that ever ends",
+        ),
+        ("regex", "a{1000000}", "cannot be used: no answer can get beyond its first token"),
+    ],
+)
+def test_what_could_never_be_followed_to_its_end_is_refused_before_an_answer_begins(
+    kind: str, value: str, words: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=words) as caught:
+        compile_(kind, value)
+    assert caught.value.param == "field"
