@@ -81,7 +81,7 @@ async def plan_chat(model: ServedModel, body: ChatBody, size: int) -> Plan:
     cut = cut_of(model, body.truncate_prompt_tokens, body.truncation_side, "left", max_tokens or 1)
     text, token_ids = await _encode(model, body, use, size, may_be_long=cut is not None)
     prompt = Prompt(token_ids if cut is None else cut.apply(token_ids), echo)
-    output = model.output.form(use, text)
+    output = model.output.form(use, text, stops=bool(body.stop or body.stop_token_ids))
     if use is not None and use.forced:
         grammar, param = await compile_calls(model.engine, use, output), "tools"
     else:

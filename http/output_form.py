@@ -43,6 +43,8 @@ class OutputForm:
     reasoning: Reasoning | None = None
     schemas: Mapping[str, Any] = field(default_factory=dict)
     limit: int = MANY
+    whole_calls: bool = False
+    """Calls come when they are complete: half a one would end with the finish reason of a whole one."""
     in_reasoning: bool = False
     """The prompt has opened the reasoning."""
     end_of_reasoning: int | None = None
@@ -78,8 +80,9 @@ class OutputRules:
         self._reasoning = detect_reasoning(template) if auto else reasoning_format(reasoning_parser)
         self._end = None if self._reasoning is None else engine.tokenizer.token_id(self._reasoning.end)
 
-    def form(self, use: ToolUse | None, prompt: str) -> OutputForm:
-        """`prompt`: as the chat template rendered it."""
+    def form(self, use: ToolUse | None, prompt: str, stops: bool) -> OutputForm:
+        """`prompt`: as the chat template rendered it. `stops`: text or tokens of the request's end the answer, in the
+        middle of a call or not."""
         reasoning = self._reasoning
         if use is None and reasoning is None:
             return PLAIN
@@ -91,6 +94,7 @@ class OutputRules:
             reasoning=reasoning,
             schemas=use.schemas if use is not None else PLAIN.schemas,
             limit=use.limit if use is not None else PLAIN.limit,
+            whole_calls=stops,
             in_reasoning=reasoning is not None and reasoning.open_in(prompt),
             end_of_reasoning=self._end,
         )
@@ -106,6 +110,7 @@ class ChoiceParser:
             new_id=new_id,
             schemas=form.schemas,
             limit=form.limit,
+            whole_calls=form.whole_calls,
             in_reasoning=form.in_reasoning,
         )
         self._end = form.end_of_reasoning

@@ -12,7 +12,8 @@ Invariants:
   text waits only as long as it may still become something else
   a call is announced once its name is known and its arguments begin; its arguments are then passed on as they come,
     as valid JSON in one normal form (`json_text.py`). A call that the text leaves unfinished, or whose JSON breaks,
-    keeps what was written, raw, and ends with `complete` false
+    keeps what was written, raw, and ends with `complete` false. With `whole_calls` a call comes at once when it is
+    complete, and one that the text leaves unfinished is content
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ class OutputParser:
         schemas: Schemas = MappingProxyType({}),
         limit: int = 1 << 30,
         in_reasoning: bool = False,
+        whole_calls: bool = False,
     ) -> None:
         """`tools` None: calls are content. `schemas`: the tools there are. `limit`: calls beyond so many are dropped.
-        `in_reasoning`: the prompt has already opened the reasoning."""
+        `in_reasoning`: the prompt has already opened the reasoning. `whole_calls`: see `CallReader`."""
         self._source = TextSource()
         self._out = EventWriter(new_id, trims=tools is not None)
-        self._calls = CallReader(self._source, self._out, schemas, limit)
+        self._calls = CallReader(self._source, self._out, schemas, limit, whole_calls)
         self._tools = tools
         self._reasoning = reasoning
         self.in_reasoning = in_reasoning and reasoning is not None
@@ -74,7 +76,7 @@ class OutputParser:
 
     @property
     def num_finished_calls(self) -> int:
-        return self._calls.num_calls - self._calls.open
+        return self._calls.num_ended
 
     def feed(self, text: str) -> list[Event]:
         if text:

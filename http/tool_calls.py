@@ -46,31 +46,47 @@ class ToolFormat(Protocol):
 class CallReader:
     """What a format's reader works with: the source, and where calls go."""
 
-    def __init__(self, source: TextSource, out: EventWriter, schemas: Schemas, limit: int) -> None:
+    def __init__(self, source: TextSource, out: EventWriter, schemas: Schemas, limit: int, whole: bool) -> None:
+        """`whole`: a call is passed on when it is complete; one that the text ends in is content."""
         self.source = source
         self.schemas = schemas
         self._out = out
         self._limit = limit
+        self._held: list[str] | None = [] if whole else None
+        """Of the call that has begun, what is not passed on yet: its name and pieces of its arguments."""
         self.num_calls = 0
-        self.open = False
-        """A call has begun and not ended."""
+        self.num_ended = 0
 
     def start(self, name: str) -> None:
-        """A call for certain: nothing consumed so far is given back any more."""
-        self.source.unmark()
-        self.open = True
-        self.num_calls += 1
-        self._out.begin_call(name, dropped=self.num_calls > self._limit)
+        """A call for certain: nothing consumed so far is given back any more, unless whole calls are wanted."""
+        if self._held is not None:
+            self._held = [name]
+        else:
+            self._begin(name)
 
     def write(self, fragment: str) -> None:
         """A piece of the arguments."""
-        self._out.arguments(fragment)
+        if self._held is not None:
+            self._held.append(fragment)
+        else:
+            self._out.arguments(fragment)
 
     def end(self, complete: bool = True) -> None:
-        """What follows may again turn out to be content."""
+        """What follows may again turn out to be content. Raises NotACall."""
+        if self._held is not None:
+            if self.source.closed and not complete:
+                raise NotACall
+            name, *pieces = self._held
+            self._begin(name)
+            self._out.arguments("".join(pieces))
         self._out.end_call(complete)
-        self.open = False
+        self.num_ended += 1
         self.source.mark()
+
+    def _begin(self, name: str) -> None:
+        self.source.unmark()
+        self.num_calls += 1
+        self._out.begin_call(name, dropped=self.num_calls > self._limit)
 
     def read_arguments(self, name: str, ends: Markers) -> Reader[None]:
         """A whole call but its frame: from the brace that opens its arguments to the one that closes them. When the

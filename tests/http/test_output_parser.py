@@ -101,11 +101,12 @@ def cut(text: str, places: list[int]) -> list[str]:
 
 
 @settings(max_examples=600, deadline=None)
-@given(FORMS, REASONING, st.booleans(), TEXTS, st.lists(st.integers(0, 300), max_size=12), st.sampled_from([1, 99]))
+@given(FORMS, REASONING, st.booleans(), TEXTS, st.lists(st.integers(0, 300), max_size=12), st.sampled_from([1, 99]),
+       st.booleans())  # fmt: skip
 def test_cutting_changes_nothing(
-    form: str | None, reasoning: Reasoning | None, opened: bool, text: str, places: list[int], limit: int
+    form: str | None, reasoning: Reasoning | None, opened: bool, text: str, places: list[int], limit: int, held: bool
 ) -> None:
-    options = {"reasoning": reasoning, "in_reasoning": opened, "limit": limit}
+    options = {"reasoning": reasoning, "in_reasoning": opened, "limit": limit, "whole_calls": held}
     whole = join_events(run(form, [text], **options))
     assert join_events(run(form, cut(text, places), **options)) == whole
     assert join_events(run(form, text, **options)) == whole

@@ -102,6 +102,34 @@ def test_a_call_cut_off_by_max_tokens_says_so_in_both_modes() -> None:
     assert found["message"]["content"] == CALL[:12] and "tool_calls" not in found["message"]
 
 
+@pytest.mark.parametrize("stop", [{"stop": ["is"]}, {"stop_token_ids": [5]}])
+def test_a_call_cut_off_by_a_stop_is_content_in_both_modes(stop: dict[str, Any]) -> None:
+    """The double ends where its script does, as an engine at a stop string."""
+    half = CALL[: CALL.index("Paris") + 3]
+    found = choice(api(half), **stop)
+    assert found["message"]["content"] == half and "tool_calls" not in found["message"]
+    assert found["finish_reason"] == "stop"
+    same(assembled(api(half), **stop), found)
+    found = choice(api(f"{CALL}\n{half}"), **stop)
+    (call,) = found["message"]["tool_calls"]
+    assert call["function"]["arguments"] == '{"city": "Paris"}' and found["message"]["content"] == half
+    same(assembled(api(f"{CALL}\n{half}"), **stop), found)
+    found = choice(api(CALL), **stop)
+    assert found["message"]["content"] is None and found["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+def test_a_call_cut_off_by_a_stop_is_text_in_other_apis(path: str) -> None:
+    half = CALL[: CALL.index("Paris") + 3]
+    tool = {"name": "get", "input_schema": GET["function"]["parameters"]}
+    body: dict[str, Any] = {"messages": HELLO, "max_tokens": 900, "tools": [tool], "stop_sequences": ["is"]}
+    if path == "/v1/responses":
+        body = {"input": "hi", "tools": [{"type": "function", **GET["function"]}], "stop": ["is"]}
+    answer = value(call(api(half), "POST", path, body))
+    (item,) = answer["content"] if path == "/v1/messages" else answer["output"][0]["content"]
+    assert item["type"] in ("text", "output_text") and item["text"] == half
+
+
 def test_no_tools_no_parsing() -> None:
     for more in ({"tool_choice": "none"}, {"tools": None}, {"tools": [], "tool_choice": "auto"}):
         found = choice(api(CALL), **more)
