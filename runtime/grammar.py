@@ -2,8 +2,8 @@
 
 The check builds the grammar as the worker will, under the same limits (`shm.grammar.LIMITS`), looks at its first mask
 and goes one token further, so what is bad, unsupported, too large or without any valid output is refused here, as a
-400, and not in the middle of a step. llguidance lets the loop run while it works, and is imported when the first grammar comes: an engine
-that never sees one never pays for it.
+400, and not in the middle of a step. llguidance lets the loop run while it works, and is imported when the first
+grammar comes: an engine that never sees one never pays for it.
 
 JSON is written with bounded white space, whatever the model would like, so that it cannot run away in blanks.
 """

@@ -10,8 +10,8 @@ import pytest
 
 from slipring.http.bodies import CompletionBody
 from slipring.http.errors import ApiError
-from slipring.http.structured import structured_output
 from slipring.http.exchange import ApiResponse
+from slipring.http.structured import structured_output
 from slipring.runtime.grammar import GrammarSpec
 from tests.http.calls import CHAT, COMPLETIONS, HELLO, acall, events, make_api, named_events, refused
 from tests.http.engine_double import EngineDouble
