@@ -18,10 +18,10 @@ from tests.e2e.tier_rig import (
     num_loaded,
     running,
     save_tiny_model,
-    settled,
     tiers,
     tiny,
 )
+from tests.waits import settled
 
 NUM_IDLE = 10
 PROMPT = [TINY_TOKENS[number * 7 % 200] for number in range(61)]

@@ -13,7 +13,8 @@ import uvloop
 
 from slipring.runtime.stats import Stats
 from slipring.runtime.tiers.file_store import FileStore
-from tests.e2e.tier_rig import Answer, ask, finished, free_port, running, save_tiny_model, settled, tiny, tiny_tiers
+from tests.e2e.tier_rig import Answer, ask, finished, free_port, running, save_tiny_model, tiny, tiny_tiers
+from tests.waits import settled
 
 ROOT = Path(__file__).parents[2]
 PROMPT = [4 + 7 * number % 250 for number in range(101)]

@@ -17,7 +17,8 @@ from typing import Any
 import uvloop
 
 from slipring.runtime.tiers import file_store, peer
-from tests.e2e.tier_rig import ask, finished, settled, started
+from tests.e2e.tier_rig import ask, finished, started
+from tests.waits import settled
 
 _PAGES_BEFORE = 5
 _HEADER_BYTES = 200

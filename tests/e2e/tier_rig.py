@@ -24,6 +24,7 @@ from slipring.runtime.stats import Stats
 from slipring.scheduler.offload.offload import Offload
 from slipring.shm.params import SamplingParams
 from tests.small_model import save_random
+from tests.waits import settled
 
 BLOCK = 4
 BLOCK_BYTES = 737_280 // 4
@@ -86,17 +87,6 @@ async def running(*settings: dict[str, Any]) -> AsyncIterator[list[Engine]]:
             stack.push_async_callback(engine.stop)
             engines.append(engine)
         yield engines
-
-
-async def settled(engine: Engine) -> None:
-    """Every block and every slot is free of users."""
-    for _ in range(300):
-        stats = engine.stats()
-        pinned = stats.tiers.num_pinned if stats.tiers is not None else 0
-        if stats.num_free_blocks == stats.num_blocks and not pinned:
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"{stats.num_blocks - stats.num_free_blocks} blocks, {pinned} slots are still held")
 
 
 async def until(true: Callable[[], object], timeout_s: float = 30.0) -> None:

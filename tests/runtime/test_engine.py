@@ -29,6 +29,7 @@ from slipring.runtime.request import (
 from slipring.shm.params import SamplingParams
 from slipring.shm.segment import Segment
 from tests.simulated_device import expected_embedding, expected_scores, expected_tokens
+from tests.waits import settled
 
 
 @contextlib.asynccontextmanager
@@ -95,17 +96,6 @@ def run(coroutine) -> None:
     import uvloop
 
     uvloop.run(coroutine)
-
-
-async def settled(engine: Engine) -> None:
-    """Two steps later nothing may be held."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        stats = engine.stats()
-        if stats.num_running == stats.num_waiting == 0 and stats.num_free_blocks == stats.num_blocks:
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError(f"rows or blocks are still held: {engine.stats()}")
 
 
 async def healthy(engine: Engine) -> None:

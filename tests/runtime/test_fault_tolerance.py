@@ -13,9 +13,10 @@ from slipring.runtime.engine import Engine, HealthState
 from slipring.runtime.fault_tolerance import FaultToleranceRequest, FaultToleranceResult
 from slipring.runtime.request import EngineDeadError
 from slipring.runtime.supervisor import State
-from tests.runtime.test_engine import ask, run, running, settled, submit
+from tests.runtime.test_engine import ask, run, running, submit
 from tests.runtime.test_recovery import given
 from tests.simulated_device import expected_tokens
+from tests.waits import settled
 
 WAITING = {"auto_recovery": False}
 

@@ -9,9 +9,10 @@ import signal
 from slipring.runtime.engine import Engine
 from slipring.runtime.fault_tolerance import FaultToleranceRequest
 from slipring.runtime.supervisor import State
-from tests.runtime.test_engine import Collector, ask, run, running, settled, submit
+from tests.runtime.test_engine import Collector, ask, run, running, submit
 from tests.runtime.test_recovery import given
 from tests.simulated_device import expected_tokens
+from tests.waits import settled
 
 
 async def killed(engine: Engine, rank: int) -> None:

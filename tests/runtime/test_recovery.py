@@ -19,8 +19,9 @@ from slipring.runtime.fault_tolerance import FaultToleranceRequest
 from slipring.runtime.request import EngineDeadError
 from slipring.runtime.supervisor import Event, State
 from slipring.shm.segment import Segment
-from tests.runtime.test_engine import Collector, ask, healthy, num_descriptors, run, running, settled, submit
+from tests.runtime.test_engine import Collector, ask, healthy, num_descriptors, run, running, submit
 from tests.simulated_device import expected_tokens
+from tests.waits import settled
 
 
 async def given(streams: list[Collector], count: int) -> None:

@@ -6,9 +6,10 @@ import pytest
 
 from slipring.runtime.replica import Replica
 from slipring.runtime.supervisor import Event, State
-from tests.runtime.test_engine import ask, run, running, settled, submit
+from tests.runtime.test_engine import ask, run, running, submit
 from tests.runtime.test_recovery import given
 from tests.simulated_device import expected_tokens
+from tests.waits import settled
 
 
 async def broken_with_an_output_unread(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:

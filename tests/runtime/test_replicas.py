@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.runtime.test_engine import ask, run, running, settled, submit
+from tests.runtime.test_engine import ask, run, running, submit
+from tests.waits import settled
 
 
 def test_idle_replicas_take_turns() -> None:
