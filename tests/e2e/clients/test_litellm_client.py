@@ -1,4 +1,4 @@
-"""LiteLLM against the real model, by OpenAI's and by Anthropic's protocol."""
+"""LiteLLM, by OpenAI's and by Anthropic's protocol."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def openai_way(server: str) -> dict[str, Any]:
 def test_an_answer_streams_the_same_with_usage_at_the_end(litellm: Any, openai_way: dict[str, Any]) -> None:
     answer = litellm.completion(**openai_way)
     text = answer.choices[0].message.content
-    assert "ocean" in text.lower()
+    assert text and answer.usage.completion_tokens == 24
     chunks = list(litellm.completion(**openai_way, stream=True, stream_options={"include_usage": True}))
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
     built = litellm.stream_chunk_builder(chunks)
