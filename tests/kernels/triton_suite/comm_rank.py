@@ -22,6 +22,8 @@ from slipring.shm.segment import Segment
 from tests.kernels.interpreter import repair
 
 WORLD, EPOCH, NUM_LOCAL, TOP_K = 2, 7, 3, 2
+NUM_EPOCHS = 40
+"""Twice each combination of what changes from one to the next."""
 LANES = Lanes(num_lanes=2, lane_bytes=64 << 10)
 DATA_AT = -(-exchange_bytes(WORLD) // 4096) * 4096
 SEGMENT_BYTES = DATA_AT + WORLD * LANES.nbytes
@@ -59,11 +61,11 @@ def wait(condition) -> None:
 
 
 def exact(group: Communicator) -> dict:
-    """100 epochs, each with both all-reduces, or a dispatch and a combine, of changing shapes, after a random pause."""
+    """Epochs, each with both all-reduces, or a dispatch and a combine, of changing shapes, after a random pause."""
     skew = random.Random(group.rank)
     experts = ExpertExchange(group, NUM_LOCAL)
     counts = {"one_shot": 0, "two_shot": 0, "all_to_all": 0}
-    for epoch in range(100):
+    for epoch in range(NUM_EPOCHS):
         time.sleep(skew.random() ** 4 * 0.03)
         reduces(group, epoch, counts)
         all_to_all(group, experts, epoch, counts)

@@ -9,6 +9,7 @@ from torch import Tensor
 from slipring.kernels.paged_decode import choose_num_splits, paged_decode_ref, paged_decode_triton
 from slipring.kernels.paged_kv import AttentionOptions, to_pool_ref
 from slipring.kernels.paged_prefill import paged_prefill_ref, paged_prefill_triton
+from tests.kernels.pairwise import pairwise
 from tests.kernels.tolerances import ATTENTION_TOLERANCE, DTYPES
 
 BLOCK_SIZE = 8
@@ -49,13 +50,9 @@ def assert_close(ours: Tensor, expected: Tensor) -> None:
     assert (ours.double() - expected.double()).abs().max() <= ATTENTION_TOLERANCE[ours.dtype]
 
 
-@pytest.mark.parametrize(("dtype", "pool_dtype"), TYPES)
-@pytest.mark.parametrize(("kv_heads", "group", "head_dim"), [(2, 3, 64), (1, 8, 24)])
-@pytest.mark.parametrize("num_splits", [1, 4])
-def test_decode(
-    dtype: torch.dtype, pool_dtype: torch.dtype, kv_heads: int, group: int, head_dim: int, num_splits: int
-) -> None:
-    lengths = [150, 1, 64, 9]
+@pytest.mark.parametrize(("types", "heads", "num_splits"), pairwise(TYPES, [(2, 3, 64), (1, 8, 24)], [1, 4]))
+def test_decode(types: tuple[torch.dtype, torch.dtype], heads: tuple[int, int, int], num_splits: int) -> None:
+    (dtype, pool_dtype), (kv_heads, group, head_dim), lengths = types, heads, [150, 1, 64, 9]
     pool = Pool(lengths, kv_heads, head_dim, pool_dtype)
     qkv = pool.normal(4, kv_heads * (group + 2), head_dim).to(dtype)
     query = qkv[:, : kv_heads * group]

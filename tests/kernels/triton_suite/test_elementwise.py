@@ -11,6 +11,7 @@ from slipring.kernels.rmsnorm import rmsnorm_ref, rmsnorm_triton
 from slipring.kernels.rope import build_cos_sin, inverse_frequencies
 from slipring.kernels.rope_store_kv import rope_store_kv_ref, rope_store_kv_triton
 from slipring.kernels.silu_mul import silu_mul_ref, silu_mul_triton
+from tests.kernels.pairwise import pairwise
 from tests.kernels.tolerances import DTYPES, TOLERANCE
 
 
@@ -27,9 +28,9 @@ def assert_same(ours: Tensor, expected: Tensor) -> None:
         assert (ours.double() - expected.double()).abs().max() <= TOLERANCE[ours.dtype]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 8), (3, 100), (7, 576)])
-@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "with_residual"), pairwise([(1, 8), (3, 100), (7, 576)], DTYPES, [False, True])
+)
 def test_rmsnorm(shape: tuple[int, int], dtype: torch.dtype, with_residual: bool) -> None:
     x, weight = normal(*shape, dtype=dtype), normal(shape[1], dtype=dtype)
     residual = normal(*shape, dtype=dtype).flip(0) if with_residual else None

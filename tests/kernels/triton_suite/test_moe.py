@@ -8,6 +8,7 @@ from torch import Tensor
 
 from slipring.kernels.moe_gemm import moe_gemm_ref, moe_gemm_triton
 from slipring.kernels.moe_route import route_topk_ref, route_topk_triton, sort_by_expert_ref, sort_by_expert_triton
+from tests.kernels.pairwise import pairwise
 from tests.kernels.tolerances import DTYPES, TOLERANCE
 
 
@@ -15,10 +16,12 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 8, 2), (9, 60, 4), (5, 3, 3), (6, 128, 6)])
-def test_route_topk(num_tokens: int, num_experts: int, top_k: int, renormalize: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("shape", "renormalize", "dtype"),
+    pairwise([(1, 8, 2), (9, 60, 4), (5, 3, 3), (6, 128, 6)], [False, True], DTYPES),
+)
+def test_route_topk(shape: tuple[int, int, int], renormalize: bool, dtype: torch.dtype) -> None:
+    num_tokens, num_experts, top_k = shape
     logits = normal(num_tokens, num_experts, dtype=dtype)
     logits[0] = 1  # ties go to the lower expert
     weights, experts = route_topk_ref(logits, top_k, renormalize)
@@ -33,10 +36,11 @@ def some_experts(num_tokens: int, num_experts: int, top_k: int, absent: bool = F
     return experts.masked_fill(experts % 3 == 1, -1) if absent else experts
 
 
-@pytest.mark.parametrize("absent", [False, True])
-@pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 8, 2), (50, 6, 3), (7, 130, 8)])
-@pytest.mark.parametrize("tile_rows", [16, 64])
-def test_sort_by_expert(num_tokens: int, num_experts: int, top_k: int, tile_rows: int, absent: bool) -> None:
+@pytest.mark.parametrize(
+    ("shape", "tile_rows", "absent"), pairwise([(1, 8, 2), (50, 6, 3), (7, 130, 8)], [16, 64], [False, True])
+)
+def test_sort_by_expert(shape: tuple[int, int, int], tile_rows: int, absent: bool) -> None:
+    num_tokens, num_experts, top_k = shape
     experts = some_experts(num_tokens, num_experts, top_k, absent)
     expected, ours = (sort(experts, num_experts, tile_rows) for sort in (sort_by_expert_ref, sort_by_expert_triton))
     assert torch.equal(ours.num_rows, expected.num_rows)
@@ -45,10 +49,9 @@ def test_sort_by_expert(num_tokens: int, num_experts: int, top_k: int, tile_rows
     assert torch.equal(ours.tile_expert[:num_tiles], expected.tile_expert[:num_tiles])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tile_rows", [16, 64, 128])
-@pytest.mark.parametrize("second", [False, True], ids=["by_token", "by_slot_with_router"])
-@pytest.mark.parametrize("absent", [False, True])
+@pytest.mark.parametrize(
+    ("absent", "second", "tile_rows", "dtype"), pairwise([False, True], [False, True], [16, 64, 128], DTYPES)
+)
 def test_moe_gemm(absent: bool, second: bool, tile_rows: int, dtype: torch.dtype) -> None:
     num_tokens, num_experts, top_k, n, k = 20, 5, 2, 72, 200
     slots = sort_by_expert_ref(some_experts(num_tokens, num_experts, top_k, absent), num_experts, tile_rows)

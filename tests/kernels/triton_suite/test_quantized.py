@@ -18,6 +18,7 @@ from slipring.kernels.quantize_fp8 import (
     quantize_fp8_token_triton,
 )
 from slipring.kernels.weight_only_gemm import QuantizedWeight, pack_codes, weight_only_gemm_ref, weight_only_gemm_triton
+from tests.kernels.pairwise import pairwise
 from tests.kernels.tolerances import DTYPES, TOLERANCE
 
 FORMS = {
@@ -36,9 +37,7 @@ def assert_close(ours: Tensor, expected: Tensor) -> None:
     assert (ours.double() - expected.double()).abs().max() <= TOLERANCE[ours.dtype]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("shape", [(1, 16), (3, 300), (2, 4500)], ids=str)
+@pytest.mark.parametrize(("shape", "form", "dtype"), pairwise([(1, 16), (3, 300), (2, 4500)], list(FORMS), DTYPES))
 def test_quantize_fp8_gives_the_same_bytes(shape: tuple[int, int], form: str, dtype: torch.dtype) -> None:
     x = normal(*shape, dtype=dtype) * 3
     x[0] = 0  # must not divide by zero
@@ -54,9 +53,14 @@ def test_a_static_scale_saturates() -> None:
     assert ours.float().abs().max() == torch.finfo(torch.float8_e4m3fn).max
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("form", ["tensor", "row", "mixed", "block"])
-@pytest.mark.parametrize("shape", [(1, 64, 48), (5, 300, 200), (70, 272, 130)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "form", "dtype"),
+    pairwise(
+        [(1, 64, 48), (5, 300, 200), (70, 272, 130)],
+        ["tensor", "row", "mixed", "block"],
+        [torch.bfloat16, torch.float32],
+    ),
+)
 def test_fp8_gemm(shape: tuple[int, int, int], form: str, dtype: torch.dtype) -> None:
     m, k, n = shape
     x, weight = normal(m, k), normal(n, k) / k**0.5
@@ -71,12 +75,12 @@ def test_fp8_gemm(shape: tuple[int, int, int], form: str, dtype: torch.dtype) ->
     assert_close(*(f(a, a_scale, b, b_scale, dtype, bias) for f in (fp8_gemm_triton, fp8_gemm_ref)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group_size", [32, 64, 128, 192, 384])
-@pytest.mark.parametrize(("m", "n"), [(1, 40), (35, 72), (70, 24)])
-def test_weight_only_gemm(m: int, n: int, group_size: int, bits: int, dtype: torch.dtype) -> None:
-    k = 384
+@pytest.mark.parametrize(
+    ("shape", "group_size", "bits", "dtype"),
+    pairwise([(1, 40), (35, 72), (70, 24)], [32, 64, 128, 192, 384], [4, 8], DTYPES),
+)
+def test_weight_only_gemm(shape: tuple[int, int], group_size: int, bits: int, dtype: torch.dtype) -> None:
+    (m, n), k = shape, 384
     generator = torch.Generator().manual_seed(group_size)
     codes = torch.randint(0, 2**bits, (n, k), generator=generator, dtype=torch.uint8)
     scales = ((normal(k // group_size, n).abs() + 0.5) / (2 ** (bits - 2) * k**0.5)).to(dtype)

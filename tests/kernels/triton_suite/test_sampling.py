@@ -51,7 +51,7 @@ def test_noise_is_philox_pys() -> None:
     assert (out - expected).abs().max() <= 2e-6
 
 
-@pytest.mark.parametrize(("width", "temperature"), [(50, 0.7), (50, 1.9), (4200, 1.9)])
+@pytest.mark.parametrize(("width", "temperature"), [(50, 0.7), (4200, 1.9)])
 def test_every_mix_of_filters_draws_the_cpus_tokens(width: int, temperature: float) -> None:
     logits = torch.randn(len(MIX), width, generator=torch.Generator().manual_seed(width)) * 3
     logits[:, 5:9] = logits[:, 4:5]  # ties
