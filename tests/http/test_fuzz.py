@@ -70,7 +70,7 @@ async def check(path: str, data: bytes) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_bodies_with_known_fields(path: str, data: st.DataObject) -> None:
     body = data.draw(bodies(PATHS[path]))
     asyncio.run(check(path, json.dumps(body, ensure_ascii=data.draw(st.booleans())).encode("utf-8", "surrogatepass")))
@@ -78,7 +78,7 @@ def test_bodies_with_known_fields(path: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @given(body=st.binary(max_size=40) | values.map(lambda value: json.dumps(value).encode()))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_any_bytes(path: str, body: bytes) -> None:
     asyncio.run(check(path, body))
 
@@ -90,7 +90,7 @@ def test_any_bytes(path: str, body: bytes) -> None:
         st.sampled_from(["authorization", "x-api-key", "x-request-id", "origin", "content-type"]), st.text(max_size=9)
     ),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_any_request_line_and_headers(method: str, path: str, headers: dict[str, str]) -> None:
     async def main() -> None:
         response = await acall(make_api(api_keys=("K",)), method, path, b"{}", headers)

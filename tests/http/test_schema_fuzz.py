@@ -26,7 +26,7 @@ from slipring.http.routes import ROUTES
 from tests.serving import alive
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-FEW, MANY = 30, 2000
+FEW, MANY = 15, 2000
 MOST = {"max_tokens": 2, "max_completion_tokens": 2, "max_output_tokens": 2, "n": 2, "best_of": 2}
 OPERATIONS = [pytest.param(route, id=f"{route.method} {route.pattern}") for route in ROUTES]
 

@@ -15,8 +15,9 @@ from slipring.workers.gguf_names import canonical_name
 from slipring.workers.loader import Weights
 from tests.workers.runner_rig import Rig
 
-LENGTHS = [5, 12, 33, 64, 100, 171, 256, 400]
-NUM_OUTPUTS = 64
+LENGTHS = {0: 5, 2: 33, 3: 64, 5: 171, 7: 400}
+"""Of prompts, by where in the text they begin."""
+NUM_OUTPUTS = 32
 TEXT = (
     "The ocean is a vast and mysterious place that covers most of the planet. People have sailed it for thousands of "
     "years, first in small boats made of wood and skin, later in great ships of iron and steel. They traded spices, "
@@ -66,7 +67,7 @@ def reference_logits(model: LlamaForCausalLM, prompt: list[int], outputs: list[i
 def test_greedy_tokens_equal_those_of_transformers(spec: ModelSpec) -> None:
     """Exactly: along these texts the two best scores are never closer than 0.01, far above fp32's rounding."""
     ids = load_tokenizer(spec).encode(TEXT * 8)
-    prompts = [ids[number : number + length] for number, length in enumerate(LENGTHS)]
+    prompts = [ids[begin : begin + length] for begin, length in LENGTHS.items()]
     rig = Rig(spec, block_size=16, num_blocks=300, max_model_len=512, max_num_batched_tokens=2048)
     sequences = [rig.admit(prompt) for prompt in prompts]
     rig.generate(sequences, NUM_OUTPUTS, chunk=150)
