@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipring.kernels.jit import tl, triton
 
-PURPOSE_SAMPLE = 0
+PURPOSE_SAMPLE, PURPOSE_REJECT = 0, 1
 """Counter word 3: what the noise is for."""
 
 _MASK = 0xFFFFFFFF
@@ -65,9 +65,14 @@ def noise_for_vocab(vocab_size: int, seed: Tensor, position: Tensor, choice: Ten
     return gumbel_ref(torch.stack(words, -1).flatten(1)[:, :vocab_size])
 
 
-def _counter(quads: Tensor, position: Tensor, choice: Tensor) -> Words:
-    purpose = torch.full((1, 1), PURPOSE_SAMPLE, dtype=torch.int64)
-    return quads, position.unsqueeze(1), choice.unsqueeze(1), purpose
+def uniforms(purpose: int, seed: Tensor, position: Tensor, choice: Tensor) -> Tensor:
+    """seed [R, 2], position, choice [R] as above -> [R, 4] float64, above 0 and below 1."""
+    words = philox4x32_ref(_counter(torch.zeros((1, 1), dtype=torch.int64), position, choice, purpose), _key(seed))
+    return torch.cat(words, 1).double().add_(0.5).mul_(2.0**-32)
+
+
+def _counter(quads: Tensor, position: Tensor, choice: Tensor, purpose: int = PURPOSE_SAMPLE) -> Words:
+    return quads, position.unsqueeze(1), choice.unsqueeze(1), torch.full((1, 1), purpose, dtype=torch.int64)
 
 
 def _key(seed: Tensor) -> tuple[Tensor, Tensor]:

@@ -89,7 +89,7 @@ def cutoff_ref(ordered: Tensor, total: Tensor, top_k: Tensor, top_p: Tensor, min
 def draw_ref(logits: Tensor, params: DrawParams) -> Tensor:
     """logits [R, V] float32, finite maxima -> drawn token ids [R] int64. `params` temperatures are not greedy."""
     scores = logits / params.temperature.unsqueeze(1)
-    filtered = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
+    filtered = _has_filter(params)
     if not filtered.any():
         return _draw_wide(scores, params)
     ordered, token_ids = scores.topk(min(NUM_CANDIDATES, scores.shape[1]), dim=1)
@@ -97,7 +97,7 @@ def draw_ref(logits: Tensor, params: DrawParams) -> Tensor:
     noisy = noise_for_tokens(token_ids, params.seed, params.position, params.choice).add_(ordered)
     noisy.masked_fill_(ordered < cutoff.unsqueeze(1), float("-inf"))
     drawn = token_ids.gather(1, noisy.argmax(1, keepdim=True)).squeeze(1)
-    if len(wide := torch.nonzero(~filtered | (ordered[:, -1] >= cutoff) & ~torch.isneginf(ordered[:, -1])).squeeze(1)):
+    if len(wide := torch.nonzero(~filtered | _reaches_beyond(ordered, cutoff)).squeeze(1)):
         drawn[wide] = _draw_wide(_filter(scores[wide], params.take(wide)), params.take(wide))
     return drawn
 
@@ -120,6 +120,28 @@ def apply_penalties(
     """As `apply_penalties_ref`, on whatever device the logits are."""
     run = apply_penalties_triton if logits.is_cuda else apply_penalties_ref
     run(logits, prompt_mask, output_counts, repetition, presence, frequency)
+
+
+def keep_filtered(scores: Tensor, params: DrawParams) -> Tensor:
+    """scores [R, V], divided by their temperatures -> the same with whatever the filters leave out at -inf."""
+    filtered = _has_filter(params)
+    if not filtered.any():
+        return scores
+    ordered = scores.topk(min(NUM_CANDIDATES, scores.shape[1]), dim=1).values
+    cutoff = cutoff_ref(ordered, scores.logsumexp(1), params.top_k, params.top_p, params.min_p, whole=False)
+    kept = scores.masked_fill(scores < cutoff.unsqueeze(1), float("-inf"))
+    if len(wide := torch.nonzero(filtered & _reaches_beyond(ordered, cutoff)).squeeze(1)):
+        kept[wide] = _filter(scores[wide], params.take(wide))
+    return kept
+
+
+def _has_filter(params: DrawParams) -> Tensor:
+    return (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
+
+
+def _reaches_beyond(ordered: Tensor, cutoff: Tensor) -> Tensor:
+    """[R]: what is kept may not all lie within the best scores ordered [R, C]."""
+    return (ordered[:, -1] >= cutoff) & ~torch.isneginf(ordered[:, -1])
 
 
 def _filter(scores: Tensor, params: DrawParams) -> Tensor:

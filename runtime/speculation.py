@@ -18,6 +18,8 @@ from slipring.shm.spec import SpeculationSpec
 METHODS = ("ngram", "suffix", "grammar", "draft_model", "eagle", "medusa")
 TREES, FIXED_TREES = ("ngram", "eagle", "medusa"), ("eagle", "medusa")
 """Methods that may draft trees, and those that may be given one."""
+DRAWING = ("draft_model", "eagle", "medusa")
+"""Methods that draw their drafts. Other drafts are accepted as often without rejection sampling: with their chance."""
 MAX_DRAFT = 32
 """Longest chain of drafts of a row in one step."""
 _DEFAULT_DRAFT, _FORCED_DRAFT = 5, 16
@@ -52,6 +54,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """See `draft_tree.py`."""
     adaptive: bool = True
     """Take the drafts that pay, by measure, rather than all; not vLLM's, which takes all."""
+    rejection_sample_method: str | None = None
+    """None: drafts are compared with what the target draws."""
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     suffix_decoding_max_tree_depth: int = 24
@@ -112,6 +116,7 @@ def worker_speculation(config: SpeculativeConfig) -> SpeculationSpec:
         tree_depth=draft_depth(config) if _num_drafts(config) > draft_depth(config) else None,
         token_tree=_fixed_tree(config),
         adaptive=config.adaptive,
+        rejection_sampling=config.rejection_sample_method is not None,
         prompt_lookup_min=low if low is not None else high or 0,
         prompt_lookup_max=high if high is not None else low or 0,
         suffix_depth=config.suffix_decoding_max_tree_depth,
@@ -163,6 +168,7 @@ def _checked(config: SpeculativeConfig, given: Iterable[str]) -> SpeculativeConf
             raise SpeculationError(f"{keys[0]} belongs to method {method}, not to {config.method}: leave it out")
     _check_suffix(config)
     _check_tree(config)
+    _check_rejection(config)
     if config.method == "draft_model" and not config.model:
         raise SpeculationError("model must be the draft model: a directory, a .gguf file or an alias")
     files = _HEAD_FILES.get(config.method, ())
@@ -201,6 +207,20 @@ def _check_tree(config: SpeculativeConfig) -> None:
             f"num_speculative_tokens is {depth}, but speculative_token_tree has {len(tree)} drafts, "
             f"{len(tree[-1])} deep: leave it out"
         )
+
+
+def _check_rejection(config: SpeculativeConfig) -> None:
+    name, given = "rejection_sample_method", config.rejection_sample_method
+    if given is None:
+        return
+    if given != "standard":
+        raise SpeculationError(f"{name} may be 'standard', or left out; got {given!r}")
+    if config.method not in DRAWING:
+        raise SpeculationError(
+            f"{name} is for {', '.join(DRAWING)}, whose drafts are drawn; it makes no difference to {config.method}"
+        )
+    if config.num_draft_tree_tokens is not None or config.speculative_token_tree is not None:
+        raise SpeculationError(f"{name} is for chains: leave out num_draft_tree_tokens and speculative_token_tree")
 
 
 def _check_suffix(config: SpeculativeConfig) -> None:

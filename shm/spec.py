@@ -105,6 +105,8 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Only those drafts are taken that pay; else all that there is room for."""
     draft: ModelSpec | None = None
     """draft_model: the model."""
+    rejection_sampling: bool = False
+    """Drawn drafts are judged by rejection sampling (`kernels.rejection`)."""
     prompt_lookup_min: int = 0
     prompt_lookup_max: int = 0
     """ngram: sizes of the n-grams that are looked up."""

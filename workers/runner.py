@@ -54,7 +54,8 @@ class Runner:
         self.model = model
         self.rows = Rows(table)
         self._constraints = constraints
-        self.sampler = Sampler(table, spec.vocab_size, constraints)
+        rejection_sampling = config.speculation is not None and config.speculation.rejection_sampling
+        self.sampler = Sampler(table, spec.vocab_size, constraints, rejection_sampling)
         self.proposer = proposer or NullProposer()
         group_heads = spec.num_heads // spec.num_kv_heads
         self.builder = BatchBuilder(table, self.rows, config.block_size, layer_block_bytes, group_heads, dtype)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from slipring.kernels.logprobs import top_logprobs
 from slipring.kernels.philox import noise_for_tokens
+from slipring.kernels.rejection import accept_or_draw
 from slipring.kernels.sampling import GREEDY_BELOW, DrawParams, apply_penalties, draw
 from slipring.kernels.token_mask import apply_token_mask
 from slipring.shm.params import MAX_LOGPROBS
@@ -26,6 +27,7 @@ from slipring.shm.table import BatchTable
 from slipring.workers.constraints import Constraints
 from slipring.workers.penalties import PenaltyCounts
 from slipring.workers.row_edits import RowEdits
+from slipring.workers.speculation.proposer import PROPOSAL
 
 IntArray = NDArray[np.int64]
 _GUESS_CANDIDATES = 32
@@ -57,6 +59,32 @@ class Places:
     """[S]: the row's outputs before it."""
     place: IntArray
     """[S]: 0 after the row's last token, 1 + i after its draft i: which of its masks counts."""
+    drawn: DrawnDrafts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnDrafts:
+    """Drafts that stand behind places and were drawn, not chosen: by rows with a temperature, under rejection
+    sampling."""
+
+    at: IntArray
+    """[P]: indices of the places, rising."""
+    tokens: IntArray
+    """[P]"""
+    proposals: NDArray[np.void]
+    """[P, C] of `PROPOSAL`"""
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """R rows' guesses of a draft model, k each."""
+
+    at: Tensor
+    """[R, k]: indices of the tokens, best first."""
+    logp: Tensor
+    """[R, k]: logarithms of their chances."""
+    proposals: NDArray[np.void] | None
+    """[R, C] of `PROPOSAL`, under rejection sampling: what they were drawn from; chances are 0 for greedy rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +118,11 @@ class Draws:
 class Sampler:
     """Holds every row's sampling columns, [num_rows] each."""
 
-    def __init__(self, table: BatchTable, vocab_size: int, constraints: Constraints) -> None:
+    def __init__(
+        self, table: BatchTable, vocab_size: int, constraints: Constraints, rejection_sampling: bool = False
+    ) -> None:
         self._table = table
+        self._rejection_sampling = rejection_sampling
         self._constraints = constraints
         self._columns = {name: getattr(table, name).copy() for name in _COLUMNS}
         self._penalties = PenaltyCounts(table.shape.num_rows, vocab_size)
@@ -126,23 +157,18 @@ class Sampler:
             ok[masks.failed] = False
             if not ok.all():
                 scores[~ok] = 0.0
-        self._draw(scores, tokens, rows, places.position)
+        self._draw(scores, tokens, places)
         drawn, unmatched = tokens.numpy(), np.zeros(len(rows), bool)
         unmatched[masks.failed] = True
         logprobs = None if raw is None else self._logprobs(raw, asked, drawn, rows)
         return Draws(drawn, ok.numpy(), unmatched, logprobs)
 
-    def guess(self, scores: Tensor, token_ids: Tensor, rows: IntArray, position: IntArray) -> Tensor:
-        """What a draft model's scores [R, V'] of the tokens `token_ids` [V'] say the target will draw: indices [R]."""
-        return self.guesses(scores, token_ids, rows, position, 1)[0].squeeze(1)
-
-    def guesses(
-        self, scores: Tensor, token_ids: Tensor, rows: IntArray, position: IntArray, count: int
-    ) -> tuple[Tensor, Tensor]:
-        """As `guess`: the `count` likeliest ones, best first, and the logarithms of their chances, [R, count] both.
+    def guesses(self, scores: Tensor, token_ids: Tensor, rows: IntArray, position: IntArray, count: int = 1) -> Guesses:
+        """What a draft model's scores [R, V'] of the tokens `token_ids` [V'] say the target will draw, `count` each.
 
         The target's own noise is added for rows with a temperature, so that like scores lead to like tokens. The
-        chances are those of scores that are off by as much as a softmax thinks.
+        chances are those of scores that are off by as much as a softmax thinks. Under rejection sampling they must not
+        tell what was drawn: then they say how sure the scores are on the whole.
         """
         best, at = scores.topk(min(max(_GUESS_CANDIDATES, count), scores.shape[1]), dim=1)
         params, total = self._draw_params(rows, position), scores.logsumexp(1)
@@ -150,10 +176,20 @@ class Sampler:
         left = total + (-torch.expm1((best.logsumexp(1) - total).clamp(max=-1e-7))).log()
         if temperature.any():
             noise = noise_for_tokens(token_ids[at], params.seed, params.position, params.choice)
-            best = best + temperature.unsqueeze(1) * noise
+            plain, best = best, best + temperature.unsqueeze(1) * noise
         chosen, order = best.topk(min(count, best.shape[1]), dim=1)
         norm = torch.logaddexp(best.logsumexp(1), left).unsqueeze(1)
-        return at.gather(1, order), (chosen - norm).clamp(max=0.0)
+        found, logp = at.gather(1, order), (chosen - norm).clamp(max=0.0)
+        if not self._rejection_sampling:
+            return Guesses(found, logp, None)
+        proposals = np.zeros(at.shape, PROPOSAL)
+        if temperature.any():
+            sampled = (temperature > 0).unsqueeze(1)
+            chances = (plain / temperature.unsqueeze(1)).softmax(1)  # greedy rows hold no numbers
+            logp = torch.where(sampled, (chances**2).sum(1, keepdim=True).log(), logp)
+            proposals["token_id"] = token_ids[at].numpy()
+            proposals["chance"] = chances.where(sampled, 0.0).numpy()
+        return Guesses(found, logp, proposals)
 
     def count(self, rows: IntArray, tokens: IntArray) -> None:
         """These tokens [S] are the next ones of the rows beside them, which are distinct. Grammars are told elsewhere:
@@ -194,9 +230,16 @@ class Sampler:
         )
         scores[index] = penalised
 
-    def _draw(self, scores: Tensor, tokens: Tensor, rows: IntArray, position: IntArray) -> None:
+    def _draw(self, scores: Tensor, tokens: Tensor, places: Places) -> None:
         """Overwrite the greedy `tokens` of rows with a temperature by drawn ones."""
+        rows, position = places.rows, places.position
         at = np.flatnonzero(self._columns["temperature"][rows] >= GREEDY_BELOW)
+        if (drawn := places.drawn) is not None:
+            index, params = torch.from_numpy(drawn.at), self._draw_params(rows[drawn.at], position[drawn.at])
+            token_ids, chances = (np.ascontiguousarray(drawn.proposals[name]) for name in ("token_id", "chance"))
+            drafts = (torch.from_numpy(each) for each in (drawn.tokens, token_ids, chances))
+            tokens[index] = accept_or_draw(scores[index], params, *drafts)
+            at = np.setdiff1d(at, drawn.at)
         if not len(at):
             return
         index = torch.from_numpy(at)

@@ -49,6 +49,18 @@ def test_a_speculating_batch_goes_on_with_its_tokens(
     assert uvloop.run(_tokens(model, config, True)) == undisturbed
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [True, False], ids=["killed", "preempted"])
+def test_under_rejection_sampling_greedy_streams_are_as_without_and_none_is_cut(
+    model: str, undisturbed: list[list[int]], kills: bool, tmp_path: Path
+) -> None:
+    config = json.dumps(json.loads(_config("draft_model", model, tmp_path)) | {"rejection_sample_method": "standard"})
+    found = uvloop.run(_tokens(model, config, kills, num_gpu_blocks_override=400 if kills else 50))
+    assert found[::2] == undisturbed[::2]
+    assert found[1::2] != undisturbed[1::2]
+    assert all(len(found[number]) == NUM_TOKENS for number in range(NUM_STREAMS) if number % 7 < 5)
+
+
 @pytest.mark.parametrize("method", ["suffix", "draft_model", "ngram tree", "eagle tree"])
 def test_preemption_changes_no_token(model: str, undisturbed: list[list[int]], method: str, tmp_path: Path) -> None:
     config = _config(method, model, tmp_path)

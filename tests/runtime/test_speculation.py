@@ -64,7 +64,12 @@ def test_widths_by_batch_size() -> None:
         ('{"method": "suffix", "model": "x"}', "suffix needs none"),
         ('{"method": "grammar", "model": "x"}', "grammar needs none"),
         ('{"method": "draft_model"}', "model must be the draft model"),
-        ('{"method": "ngram", "rejection_sample_method": "standard"}', "unknown key 'rejection_sample_method'"),
+        (
+            '{"method": "ngram", "rejection_sample_method": "standard"}',
+            "rejection_sample_method is for draft_model",
+        ),
+        ('{"method": "draft_model", "rejection_sample_method": "block"}', "rejection_sample_method may be 'standard'"),
+        ('{"method": "draft_model", "rejection_sample_method": true}', "rejection_sample_method"),
         ('{"method": "suffix", "prompt_lookup_max": 3}', "prompt_lookup_max belongs to method ngram"),
         ('{"method": "ngram", "suffix_decoding_max_tree_depth": 3}', "belongs to method suffix"),
         ('{"method": "suffix", "suffix_decoding_tree_depth": 3}', "did you mean 'suffix_decoding_max_tree_depth'"),
@@ -132,6 +137,17 @@ def test_what_is_wrong_with_a_tree_is_named(tmp_path: Path, tree: str, words: st
 def test_trees_where_there_are_none(keys: str, words: str) -> None:
     with pytest.raises(SpeculationError, match=words):
         parse_speculation(f"{{{keys}}}")
+
+
+def test_rejection_sampling_is_off_unless_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    text = f'{{"method": "eagle", "model": "{tmp_path}"%s}}'
+    asked = text % ', "rejection_sample_method": %s'
+    for given, expected in ((text % "", False), (asked % "null", False), (asked % '"standard"', True)):
+        assert worker_speculation(parse_speculation(given)).rejection_sampling == expected
+    for tree in ('"num_draft_tree_tokens": 9', '"speculative_token_tree": [[0]]'):
+        with pytest.raises(SpeculationError, match="rejection_sample_method is for chains"):
+            parse_speculation(text % f', "rejection_sample_method": "standard", {tree}')
 
 
 def test_eagle3_is_eagle(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from slipring.workers.kv_cache import KvCache
 from slipring.workers.models.llama import Llama
 from slipring.workers.rows import Rows
 from slipring.workers.sampler import Sampler
-from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer
+from slipring.workers.speculation.proposer import PROPOSAL, Drafts, IntArray, NullProposer
 from slipring.workers.speculation.verify import Runs
 
 SLICE = 256
@@ -92,15 +92,20 @@ class DraftModelProposer(NullProposer):
         num = np.zeros(len(rows), np.int64)
         num[at[ready]] = most[at[ready]]
         width = int(num.max(initial=0))
-        drafts = Drafts(np.zeros((len(rows), width), np.int64), num)
+        drafts, proposals = Drafts(np.zeros((len(rows), width), np.int64), num), None
         for place in range(width):
             going = np.flatnonzero(num > place)
             of_rows, position = rows[going], self._length[rows[going]] + place
             if place:
                 self._tokens[of_rows, position - 1] = drafts.tokens[going, place - 1]
             scores = self._compute(of_rows, position)[:, : len(self._ids)].float()
-            drafts.tokens[going, place] = self._sampler.guess(scores, self._ids, of_rows, position).numpy()
-        return drafts
+            guesses = self._sampler.guesses(scores, self._ids, of_rows, position)
+            drafts.tokens[going, place] = guesses.at[:, 0].numpy()
+            if guesses.proposals is not None:
+                if proposals is None:
+                    proposals = np.zeros((*drafts.tokens.shape, guesses.proposals.shape[1]), PROPOSAL)
+                proposals[going, place] = guesses.proposals
+        return replace(drafts, proposals=proposals)
 
     def _catch_up(self, rows: IntArray) -> NDArray[np.bool_]:
         """[n]: whether a row's tokens but the last few have been computed; computes a slice of what is missing."""

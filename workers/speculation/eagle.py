@@ -40,7 +40,7 @@ from slipring.workers.speculation.backlog import Backlog, Positions, backlog_siz
 from slipring.workers.speculation.eagle_head import MATRICES, EagleHead
 from slipring.workers.speculation.present_blocks import PresentBlocks
 from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer
-from slipring.workers.speculation.tree_search import CHAINS, Fed, FloatArray, TreeSearch, TreeShape
+from slipring.workers.speculation.tree_search import CHAINS, Fed, Guessed, TreeSearch, TreeShape
 from slipring.workers.speculation.verify import Runs
 
 _SHORT = 8
@@ -142,10 +142,10 @@ class EagleProposer(NullProposer):
         guessed = self._forward(batch, embedded.index_select(0, order), feature.index_select(0, order))
         return guessed.index_select(0, batch.sample_at)
 
-    def _guess(self, feature: Tensor, rows: IntArray, position: IntArray, count: int) -> tuple[IntArray, FloatArray]:
+    def _guess(self, feature: Tensor, rows: IntArray, position: IntArray, count: int) -> Guessed:
         scores, token_ids = self._head.scores(feature).float(), self._head.token_ids
-        at, logp = self._target.sampler.guesses(scores, token_ids, rows, position, count)
-        return token_ids[at].numpy(), logp.double().numpy()
+        guesses = self._target.sampler.guesses(scores, token_ids, rows, position, count)
+        return token_ids[guesses.at].numpy(), guesses.logp.double().numpy(), guesses.proposals
 
     def _states(self, hidden: Tensor, at: Tensor) -> Tensor:
         """[T, width]: what the head reads of the last forward pass, rows `at` of its batch."""

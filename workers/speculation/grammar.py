@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipring.workers.constraints import Constraints
-from slipring.workers.speculation.proposer import Drafts, IntArray, Proposer, ProposerAround
+from slipring.workers.speculation.proposer import PROPOSAL, Drafts, IntArray, Proposer, ProposerAround
 
 
 class GrammarProposer(ProposerAround):
@@ -61,9 +61,14 @@ def _then(first: Drafts, second: Drafts) -> Drafts:
     tokens = np.zeros((len(num), int(num.max(initial=0))), np.int64)
     place = np.arange(tokens.shape[1])
     parents = np.broadcast_to(place - 1, tokens.shape).copy()
+    proposals = second.proposals
+    if proposals is not None:
+        proposals = np.zeros((*tokens.shape, proposals.shape[2]), PROPOSAL)
     for drafts, begin in ((first, np.zeros_like(num)), (second, first.num)):
         here = (place >= begin[:, None]) & (place < (begin + drafts.num)[:, None])
         there = np.arange(drafts.tokens.shape[1]) < drafts.num[:, None]
         tokens[here] = drafts.tokens[there]
         parents[here] = (drafts.follows + begin[:, None])[there]
-    return Drafts(tokens, num, None if second.parents is None else parents)
+        if proposals is not None and drafts.proposals is not None:
+            proposals[here] = drafts.proposals[there]
+    return Drafts(tokens, num, None if second.parents is None else parents, proposals=proposals)

@@ -20,7 +20,7 @@ from slipring.workers.rows import Rows
 from slipring.workers.sampler import Sampler
 from slipring.workers.speculation.medusa_head import Block, MedusaHeads
 from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer
-from slipring.workers.speculation.tree_search import CHAINS, FloatArray, TreeSearch, TreeShape
+from slipring.workers.speculation.tree_search import CHAINS, Guessed, TreeSearch, TreeShape
 from slipring.workers.speculation.verify import Runs
 
 
@@ -78,11 +78,12 @@ class MedusaProposer(NullProposer):
         found = search.run(self._hidden[torch.from_numpy(rows[at])], lambda _, hidden: hidden, self._guess)
         return found.of(at, len(rows))
 
-    def _guess(self, hidden: Tensor, rows: IntArray, position: IntArray, count: int) -> tuple[IntArray, FloatArray]:
+    def _guess(self, hidden: Tensor, rows: IntArray, position: IntArray, count: int) -> Guessed:
         medusa, place = self._medusa, int(position[0] - self._rows.position[rows[0]]) - 1
         # A row stands here once for each of its drafts, and its head says the same of all.
         _, first, again = np.unique(rows, return_index=True, return_inverse=True)
         x = medusa.hidden(place, hidden.index_select(0, torch.from_numpy(first)))
         scores = linear(x, medusa.outputs[place]).float()
-        at, logp = self._sampler.guesses(scores, medusa.token_ids, rows[first], position[first], count)
-        return medusa.token_ids[at].numpy()[again], logp.double().numpy()[again]
+        guesses = self._sampler.guesses(scores, medusa.token_ids, rows[first], position[first], count)
+        proposals = None if guesses.proposals is None else guesses.proposals[again]
+        return medusa.token_ids[guesses.at].numpy()[again], guesses.logp.double().numpy()[again], proposals

@@ -3,7 +3,7 @@
 A proposer keeps its own state per batch-table row, which follows the row's tokens: `admit` when the row is handed
 out, `accept` with every token that was drawn for it. What it proposes is only a guess: the target draws its own token
 at each place, and a draft is kept while it equals that (`verify.py`). So no proposer can change an answer, and a
-proposer may forget a row, or be wrong, at any time.
+proposer may forget a row, or be wrong, at any time. Under rejection sampling it cannot bend the distribution.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from slipring.workers.speculation.verify import Runs
 
 IntArray = NDArray[np.int64]
+PROPOSAL = np.dtype([("token_id", np.int64), ("chance", np.float32)])
+"""A token that a draft might have been, and the chance that it had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,10 @@ class Drafts:
     worth: NDArray[np.float64] | None = None
     """[D, K]: the chance that a draft is accepted, as far as the proposer can tell: never more than that of the one
     that it follows. None: it cannot tell."""
+    proposals: NDArray[np.void] | None = None
+    """[D, K, C] of `PROPOSAL`: what each draft was drawn from, for chains that are judged by rejection sampling;
+    chances are 0 where a draft was chosen. Whether a draft is left out must not depend on what was drawn there or
+    later. None: drafts are compared with what the target draws."""
 
     @classmethod
     def none(cls, num_entries: int, width: int = 0) -> Drafts:
@@ -55,7 +61,8 @@ class Drafts:
             forks = (parents != place - 1) & (place < num[:, None])
             parents = parents if forks.any() else None
         worth = None if self.worth is None else self.worth[:, :width]
-        return Drafts(self.tokens[:, :width], num, parents, worth)
+        proposals = None if self.proposals is None else self.proposals[:, :width]
+        return Drafts(self.tokens[:, :width], num, parents, worth, proposals)
 
     def keep(self, kept: NDArray[np.bool_]) -> Drafts:
         """Those of [D, K] alone; whoever is kept, so is the draft that it follows."""
@@ -73,14 +80,17 @@ class Drafts:
         width = self.tokens.shape[1]
         tokens, num = np.zeros((num_entries, width), np.int64), np.zeros(num_entries, np.int64)
         tokens[at], num[at] = self.tokens, self.num
-        parents = worth = None
+        parents = worth = proposals = None
         if self.parents is not None:
             parents = Drafts(tokens, num).follows.copy()
             parents[at] = self.parents
         if self.worth is not None:
             worth = np.zeros(tokens.shape)
             worth[at] = self.worth
-        return Drafts(tokens, num, parents, worth)
+        if self.proposals is not None:
+            proposals = np.zeros((*tokens.shape, self.proposals.shape[2]), PROPOSAL)
+            proposals[at] = self.proposals
+        return Drafts(tokens, num, parents, worth, proposals)
 
     @property
     def follows(self) -> IntArray:

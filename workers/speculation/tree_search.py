@@ -12,7 +12,7 @@ the drafts that the row may have, so they lie in blocks that are the row's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -43,9 +43,10 @@ class Fed:
 
 Read = Callable[[Fed, Tensor], Tensor]
 """(N tokens, row by row, the states [N, H] that they were guessed from) -> the states [N, H] behind them."""
-Guess = Callable[[Tensor, IntArray, IntArray, int], tuple[IntArray, FloatArray]]
+Guessed = tuple[IntArray, FloatArray, NDArray[np.void] | None]
+Guess = Callable[[Tensor, IntArray, IntArray, int], Guessed]
 """(states [N, H], rows [N], position [N] of what is guessed, k) -> the k likeliest tokens and the logarithms of their
-chances, [N, k] both, best first."""
+chances, [N, k] both, best first, and for rejection sampling what they were drawn from, [N, C] of `PROPOSAL`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +101,15 @@ class TreeSearch:
         """[R, C]: bits of the fed drafts on each candidate's path."""
         self._state = nothing
         """[R, C]: index of the state that each candidate was guessed from."""
+        self._proposals: list[NDArray[np.void]] = []
+        """Of each state, level by level."""
 
     def run(self, states: Tensor, read: Read, guess: Guess) -> Drafts:
         """states [R, H]: behind the rows' last tokens."""
         num_rows, width = len(self._rows), self._shape.num_children
         entry, place = np.arange(num_rows), np.zeros(num_rows, np.int64)
         root = np.full((num_rows, 1), -1)
-        self._add(1, entry, place, root, *guess(states, self._rows, self._position + 1, width), 0)
+        self._add(1, entry, place, root, guess(states, self._rows, self._position + 1, width), 0)
         depth = int(self._most.max()) if self._shape.depth is None else self._shape.depth
         for level in range(2, depth + 1):
             picked, num = self._pick(level)
@@ -118,7 +121,7 @@ class TreeSearch:
             behind = read(fed, states.index_select(0, torch.from_numpy(self._state[entry, chosen])))
             begin, states = len(states), torch.cat((states, behind))
             rows, position = self._rows[entry], self._position[entry] + level
-            self._add(level, entry, place, picked, *guess(behind, rows, position, width), begin)
+            self._add(level, entry, place, picked, guess(behind, rows, position, width), begin)
         return self._best()
 
     def _pick(self, level: int) -> tuple[IntArray, IntArray]:
@@ -150,16 +153,12 @@ class TreeSearch:
         return Fed(num, tokens, start, Branches(self._position, depth, sees[:, :width]))
 
     def _add(
-        self,
-        level: int,
-        entry: IntArray,
-        place: IntArray,
-        picked: IntArray,
-        tokens: IntArray,
-        logp: FloatArray,
-        begin: int,
+        self, level: int, entry: IntArray, place: IntArray, picked: IntArray, guessed: Guessed, begin: int
     ) -> None:
-        """Candidates: tokens, logp [N, k] behind picked[entry, place] [N], whose states' indices begin at `begin`."""
+        """Candidates: what was guessed behind picked[entry, place] [N], whose states' indices begin at `begin`."""
+        tokens, logp, proposals = guessed
+        if proposals is not None:
+            self._proposals.append(proposals)
         (num_rows, num_fed), num_children = picked.shape, tokens.shape[1]
         shape = (num_rows, num_fed, num_children)
         found, chance, state = np.zeros(shape, np.int64), np.full(shape, _NEVER), np.zeros(shape, np.int64)
@@ -184,4 +183,15 @@ class TreeSearch:
         kept &= self._logp > _NEVER
         worth = np.exp(self._logp)
         everything = Drafts(self._tokens, np.full(len(worth), worth.shape[1]), self._parents, worth)
-        return everything.keep(kept)
+        found = everything.keep(kept)
+        return self._drawn(found) if self._proposals else found
+
+    def _drawn(self, found: Drafts) -> Drafts:
+        """Chains, with what they were drawn from. What later drafts are worth says what was drawn before them, so for
+        sampled rows the first draft's worth, which does not, has to do for all."""
+        assert found.worth is not None
+        place = np.arange(found.tokens.shape[1])
+        proposals = np.concatenate(self._proposals)[self._state[:, place]]
+        is_drawn = proposals["chance"][:, :1].any(2)
+        worth = np.where(is_drawn, found.worth[:, :1] ** (1 + place), found.worth)
+        return replace(found, worth=worth, proposals=proposals)

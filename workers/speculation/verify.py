@@ -4,6 +4,9 @@ The rule is the design's: no draft is ever drawn from, it is only compared with.
 without drafts; where one of the drafts equals it, the target has been computed behind it, so the row draws again
 there. So the tokens are those that would have been drawn without drafts, at any temperature and for any tree, and
 nothing is drawn where no walk comes by.
+
+Under rejection sampling a draft that was drawn itself stands in the place of such a draw, or is turned down for one
+from what it leaves (`kernels/rejection.py`). For any other draft the rule above is the same as rejection sampling.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipring.workers.entries import Entries
-from slipring.workers.sampler import Draws, Logprobs, Places
+from slipring.workers.sampler import DrawnDrafts, Draws, Logprobs, Places
 from slipring.workers.speculation.proposer import Drafts, IntArray
 
 
@@ -88,7 +91,9 @@ def verify(entries: Entries, logits: Tensor, num_outputs: IntArray, sampler: Dra
     token = np.zeros(len(at), np.int64)
     for step in range(width):
         rows, index = entries.rows[at], first[at] + token
-        draws = sampler.sample(_take(logits, index), Places(rows, begin[at] + step + 1, num_outputs[at] + step, token))
+        drawn = None if drafts.proposals is None else _drawn_behind(drafts, at, token)
+        places = Places(rows, begin[at] + step + 1, num_outputs[at] + step, token, drawn)
+        draws = sampler.sample(_take(logits, index), places)
         runs.path[at, step] = token
         if draws.logprobs is not None:
             of = draws.logprobs.at
@@ -110,6 +115,17 @@ def _take(logits: Tensor, index: IntArray) -> Tensor:
     if len(index) and index[-1] - index[0] + 1 == len(index):
         return logits[int(index[0]) : int(index[-1]) + 1]
     return logits.index_select(0, torch.from_numpy(index))
+
+
+def _drawn_behind(drafts: Drafts, at: IntArray, token: IntArray) -> DrawnDrafts | None:
+    """Of the entries `at`: the drafts of chains that stand behind these of their tokens, [n] all."""
+    assert drafts.proposals is not None and drafts.parents is None
+    behind = np.flatnonzero(at < len(drafts.num))
+    behind = behind[token[behind] < drafts.num[at[behind]]]
+    proposals = drafts.proposals[at[behind], token[behind]]
+    drawn = proposals["chance"].any(1)
+    entry, draft = at[behind[drawn]], token[behind[drawn]]
+    return DrawnDrafts(behind[drawn], drafts.tokens[entry, draft], proposals[drawn]) if drawn.any() else None
 
 
 def _note_failures(runs: Runs, at: IntArray, step: int, draws: Draws) -> None:

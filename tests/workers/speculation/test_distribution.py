@@ -1,6 +1,7 @@
 """Drafts do not bend the distribution: chi-square of what is drawn with them, against the target's own probabilities.
 
-That tokens equal those without drafts, seed by seed, is tested elsewhere; this is the same promise from the outside.
+That tokens equal those without drafts, seed by seed, is tested elsewhere; this is the same promise from the outside,
+and the only one that rejection sampling gives.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from slipring.shm.params import SamplingParams
-from slipring.shm.spec import ModelSpec
-from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer
+from slipring.shm.spec import ModelSpec, SpeculationSpec
+from slipring.workers.speculation.proposer import PROPOSAL, Drafts, IntArray, NullProposer
 from tests.workers.runner_rig import Rig
+from tests.workers.speculation.test_draft_model import with_draft_model
 from tests.workers.tiny_models import save_tiny
 
 PROMPT = [5, 17, 42, 9, 100]
@@ -36,17 +38,21 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 class Guesser(NullProposer):
     """Drafts tokens that are likely enough to be accepted often, and to be rejected often."""
 
-    def __init__(self, shares: list[dict[int, float]], parents: list[int]) -> None:
-        """`shares[i]`: of the tokens at depth i."""
+    def __init__(self, shares: list[dict[int, float]], parents: list[int], tells: bool) -> None:
+        """`shares[i]`: of the tokens at depth i; tells: what they were drawn from, too."""
         self._shares, self._parents, self._random = shares, parents, np.random.default_rng(1)
+        self._tells = tells
 
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
         drafts, width = Drafts.none(len(rows), int(most.max(initial=0))), int(most.max(initial=0))
         drafts.num[:] = most
+        proposals = np.zeros((*drafts.tokens.shape, max(map(len, self._shares))), PROPOSAL)
         for draft, parent in enumerate(self._parents[:width]):
             share = self._shares[0 if parent < 0 else 1]
             drafts.tokens[:, draft] = self._random.choice(list(share), len(rows), p=list(share.values()))
-        return Drafts(drafts.tokens, drafts.num, np.tile(np.array(self._parents[:width]), (len(rows), 1)))
+            proposals[:, draft, : len(share)] = np.array(list(share.items()), PROPOSAL)
+        parents = np.tile(np.array(self._parents[:width]), (len(rows), 1))
+        return Drafts(drafts.tokens, drafts.num, parents, proposals=proposals if self._tells else None)
 
 
 def scores_after(rig: Rig, before: Tokens) -> NDArray[np.float64]:
@@ -98,17 +104,24 @@ def marginal(expected: dict[Tokens, float], place: int) -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("params", "parents"),
-    [(FEW, CHAIN), (ALL, CHAIN), (ALL, TREE)],
-    ids=["few filters, chain", "all filters, chain", "all filters, tree"],
+    ("params", "parents", "rejection"),
+    [(FEW, CHAIN, ""), (ALL, CHAIN, ""), (ALL, TREE, ""), (ALL, CHAIN, "guesser"), (FEW, CHAIN, "model")],
+    ids=["few filters, chain", "all filters, chain", "all filters, tree", "rejection", "rejection, the model's own"],
 )
-def test_drafts_do_not_bend_the_distribution(spec: ModelSpec, params: SamplingParams, parents: list[int]) -> None:
+def test_drafts_do_not_bend_the_distribution(
+    spec: ModelSpec, params: SamplingParams, parents: list[int], rejection: str
+) -> None:
     expected = probabilities(spec, params)
     shares = [marginal(expected, place) for place in range(1, LENGTH)]
     counts, num_accepted = dict.fromkeys(expected, 0), 0
     for round_number in range(NUM_ROUNDS):
-        rig = Rig(spec, proposer=Guesser(shares, parents), max_draft=len(parents), max_num_seqs=64, num_rows=64,
-                  num_blocks=256, max_num_batched_tokens=512)  # fmt: skip
+        changes = {"max_draft": len(parents), "max_num_seqs": 64, "num_rows": 64, "max_num_batched_tokens": 512}
+        if rejection == "model":  # its drafts are drawn with the noise that the target draws with
+            speculation = SpeculationSpec(method="draft_model", rejection_sampling=True)
+            rig, _ = with_draft_model(spec, spec, **changes, speculation=speculation)
+        else:
+            guesser = Guesser(shares, parents, bool(rejection))
+            rig = Rig(spec, proposer=guesser, num_blocks=256, **changes)
         seeds = range(round_number * NUM_AT_ONCE, (round_number + 1) * NUM_AT_ONCE)
         sequences = [rig.admit(PROMPT, replace(params, seed=seed)) for seed in seeds]
         rig.generate(sequences, 1)

@@ -33,8 +33,8 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     return save_tiny("llama-one-kv-head", tmp_path_factory.mktemp("other"))[0]
 
 
-def with_draft_model(spec: ModelSpec, draft: ModelSpec) -> tuple[Rig, DraftModelProposer]:
-    rig, lender = Rig(spec, max_draft=MOST, num_blocks=256), Rig(draft)
+def with_draft_model(spec: ModelSpec, draft: ModelSpec, **changes: object) -> tuple[Rig, DraftModelProposer]:
+    rig, lender = Rig(spec, **{"max_draft": MOST, "num_blocks": 256} | changes), Rig(draft)  # pyright: ignore
     size, dtype = rig.config.block_size, torch.float32
     kv = KvCache(draft, rig.kv.num_blocks, size, dtype)
     group_heads = draft.num_heads // draft.num_kv_heads

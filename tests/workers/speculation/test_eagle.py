@@ -82,7 +82,7 @@ def chain_worth(proposer: EagleProposer, row: int, tokens: list[int]) -> tuple[f
     rows, position = np.array([row]), proposer._target.rows.position[[row]]
     hidden, total, ranks = proposer._feature[[row]], 0.0, list[int]()
     for place, token in enumerate(tokens):
-        found, logp = proposer._guess(hidden, rows, position + place + 1, 32)
+        found, logp, _ = proposer._guess(hidden, rows, position + place + 1, 32)
         ranks.append(found[0].tolist().index(token))
         total += float(logp[0, ranks[-1]])
         hidden = proposer._read(rows, Fed(np.array([1]), np.array([[token]]), position + place, None), hidden)
