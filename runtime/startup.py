@@ -52,7 +52,7 @@ async def open_tiers(config: ResolvedConfig, spec: ModelSpec) -> KvTiers | None:
     shape = PageShape.of(spec, config.user.block_size, config.dtype)
     loop = asyncio.get_running_loop()
     # Off the loop: a directory is looked through, a service is asked what it holds.
-    tiers = await asyncio.to_thread(KvTiers, config.kv_transfer, spec, shape, config.dtype, loop)
+    tiers = await asyncio.to_thread(KvTiers, config.kv_transfer, spec, shape, config.dtype, config.max_model_len, loop)
     try:
         await tiers.start()
     except TierSetupError:

@@ -3,7 +3,7 @@
 A canonical page holds one block of the whole model, [planes, block_size, num_kv_heads, head_dim], where planes are
 keys and values of every layer in order. A rank that holds only some heads has the same block as a local page with
 fewer heads. The mapping is a list of strided copy runs between the two, so that what was stored by four ranks can be
-loaded by two, or by eight.
+loaded by two, or by eight. What lies where in a page may change only with `runtime.tiers.store.PAGE_FORMAT`.
 
 Where there are more ranks than KV heads, several ranks hold the same bytes. They take turns: a rank writes block `b`
 only if `b % num_writers == writer_index`, so every byte is written once, and the work is spread.
@@ -12,7 +12,6 @@ only if `b % num_writers == writer_index`, so every byte is written once, and th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import sha256
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -112,9 +111,3 @@ def _fragments(page: Bytes, offset: int, stride: int, run: CopyRun) -> Bytes:
     end = offset + stride * (run.count - 1) + run.size
     assert page.ndim == 1 and page.flags.c_contiguous and end <= page.nbytes, "a page of another size"
     return as_strided(page[offset:], (run.count, run.size), (stride, 1))
-
-
-def layout_digest(shape: PageShape, dtype: str) -> bytes:
-    """What two stores must agree on to read each other's pages, besides the model itself. 32 bytes."""
-    words = f"slipring.page.v1 {dtype} {shape.num_planes} {shape.block_size} {shape.num_kv_heads} {shape.head_bytes}"
-    return sha256(words.encode()).digest()

@@ -7,21 +7,19 @@ except for what the stores' own threads do.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from hashlib import sha256
 
 import msgspec
 import numpy as np
 
 from slipring.runtime.tiers.config import FileTier, KvTransferConfig, ObjectTier, PeerTier, SecondaryTier
 from slipring.runtime.tiers.file_store import FileStore
+from slipring.runtime.tiers.identity import model_identity
 from slipring.runtime.tiers.jobs import StoreStats, StoreThreads
 from slipring.runtime.tiers.peer import PeerServer, PeerStore
-from slipring.runtime.tiers.store import HEADER_BYTES, PAGE_FORMAT, PageStore
+from slipring.runtime.tiers.store import HEADER_BYTES, PageStore
 from slipring.scheduler.offload.key import OffloadKey
 from slipring.scheduler.offload.policy import POLICIES
 from slipring.scheduler.offload.slots import Lookup, SlotIndex
@@ -29,13 +27,11 @@ from slipring.scheduler.offload.tiers import CPU as CPU
 from slipring.scheduler.offload.tiers import Tiers, TierStats
 from slipring.scheduler.offload.transfers import OffloadStats
 from slipring.shm.memory import available_bytes
-from slipring.shm.pages import PageShape, layout_digest
+from slipring.shm.pages import PageShape
 from slipring.shm.segment import Segment, memfd
 from slipring.shm.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
-
-_SAMPLE_BYTES = 4096
 
 
 class TierSetupError(ValueError):
@@ -65,6 +61,7 @@ class KvTiers:
         spec: ModelSpec,
         shape: PageShape,
         dtype: str,
+        max_model_len: int,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         """Allocates the CPU tier and opens the stores, in any thread. Raises TierSetupError."""
@@ -91,7 +88,7 @@ class KvTiers:
         """Where peers find our pages."""
         try:
             if extra.secondary_tiers:
-                self._identity = model_identity(spec, layout_digest(shape, dtype))
+                self._identity = model_identity(spec, shape, dtype, max_model_len)
             for tier in extra.secondary_tiers:
                 self._open(tier)
         except BaseException:
@@ -199,18 +196,6 @@ class KvTiers:
                 break
             threads.name = f"{store.name}-{number}"
         self._stores.append(threads)
-
-
-def model_identity(spec: ModelSpec, layout: bytes) -> bytes:
-    """32 bytes: these very weights in this layout, in pages of this format. A sample of every tensor, so that hundreds
-    of gigabytes need not be read; two models that differ in no tensor's first 4 KiB are one to us."""
-    digest = sha256(PAGE_FORMAT + layout)
-    with contextlib.ExitStack() as opened:
-        files = [opened.enter_context(open(path, "rb", buffering=0)) for path in spec.files]
-        for tensor in spec.tensors:
-            digest.update(f"{tensor.name} {tensor.dtype} {tensor.shape}".encode())
-            digest.update(os.pread(files[tensor.file].fileno(), min(_SAMPLE_BYTES, tensor.nbytes), tensor.offset))
-    return digest.digest()
 
 
 def _check_quota(quota_bytes: int | None, page_bytes: int) -> None:

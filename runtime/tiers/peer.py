@@ -2,7 +2,7 @@
 
 One connection is one session; every number is little-endian:
 
-    client  MAGIC, identity [32]                       who it is: model, weights and layout (`kv_tiers.model_identity`)
+    client  MAGIC, identity [32]                       who it is: model, weights and layout (`identity.py`)
     server  u32 0, or u32 n and n bytes: why not       then it closes
     client  u32 LOOKUP, u32 n, n keys                  server  u32: how many of the leading keys it has
     client  u32 FETCH, u32 1, key                      server  u32 1, header (`store.py`), page; or u32 0: no such page

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipring.shm.pages import CanonicalPageMapping, PageShape, layout_digest
+from slipring.shm.pages import CanonicalPageMapping, PageShape
 
 WAYS = [1, 2, 4, 8]
 SHAPES = st.builds(
@@ -74,14 +74,3 @@ def test_a_page_of_another_size_is_refused() -> None:
     mapping = CanonicalPageMapping.of(PageShape(2, 4, 2, 8), 2, 0)
     with pytest.raises(AssertionError, match="size"):
         mapping.store(np.zeros(mapping.local_bytes - 1, np.uint8), np.zeros(mapping.canonical_bytes, np.uint8))
-
-
-def test_the_digest_tells_layouts_apart() -> None:
-    shape = PageShape(4, 16, 2, 128)
-    digests = {
-        layout_digest(shape, "float32"),
-        layout_digest(shape, "bfloat16"),
-        layout_digest(PageShape(4, 8, 4, 128), "float32"),
-        layout_digest(PageShape(4, 16, 4, 64), "float32"),
-    }
-    assert len(digests) == 4
