@@ -54,10 +54,10 @@ _GAUGES = (
 )
 _COUNTERS = (
     Family("prompt_tokens", "Prompt tokens of accepted requests.", "prompt_tokens"),
-    Family("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
+    Family("prompt_tokens_cached", "Prompt tokens that were not computed.", "prefix_cache_hits"),
     Family("generation_tokens", "Generated tokens.", "generation_tokens"),
     Family("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_cache_queries"),
-    Family("prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
+    Family("prefix_cache_hits", "Prompt tokens found there, on the device.", "local_cache_hits"),
     Family("num_preemptions", "Requests preempted because KV blocks ran out.", "num_preemptions"),
     Family("steps", "Steps published to the workers.", "num_steps", False),
 )
@@ -259,8 +259,11 @@ class _Snapshot(Collector):
 
 
 def _sources(stats: ReplicaStats) -> dict[str, int]:
-    hits = stats.prefix_cache_hits
-    return {"local_compute": stats.prefix_cache_queries - hits, "local_cache_hit": hits}
+    return {
+        "local_compute": stats.prefix_cache_queries - stats.prefix_cache_hits,
+        "local_cache_hit": stats.local_cache_hits,
+        "external_kv_transfer": stats.external_cache_hits,
+    }
 
 
 def _accepted_by_position(stats: ReplicaStats) -> dict[str, int]:

@@ -31,6 +31,8 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True):
     """Free blocks whose content can still be reused."""
     prefix_cache_queries: int
     prefix_cache_hits: int
+    external_cache_hits: int = 0
+    """Those of them that a KV tier had, and not the device."""
     prompt_tokens: int
     generation_tokens: int
     num_preemptions: int
@@ -47,6 +49,11 @@ class ReplicaStats(msgspec.Struct, frozen=True, kw_only=True):
     cache_config: dict[str, str]
     """Settings of the KV cache, for people and dashboards."""
     faults: FaultCounts = msgspec.field(default_factory=FaultCounts.empty)
+
+    @property
+    def local_cache_hits(self) -> int:
+        """Those that the device had."""
+        return self.prefix_cache_hits - self.external_cache_hits
 
     @property
     def num_accepted_tokens(self) -> int:
@@ -115,6 +122,7 @@ def stats_of(replica: Replica, config: ResolvedConfig) -> ReplicaStats:
         num_cached_blocks=0 if pool is None else pool.num_cached,
         prefix_cache_queries=counters.prefix_queries,
         prefix_cache_hits=counters.prefix_hits,
+        external_cache_hits=counters.external_hits,
         prompt_tokens=metrics.prompt_tokens,
         generation_tokens=metrics.generation_tokens,
         num_preemptions=counters.num_preemptions,

@@ -363,19 +363,20 @@ class Scheduler:
         assert fresh is not None
         self.waiting.remove(self.waiting.set_aside())
         self._live.fill(request, row, cached, fresh)
-        self.offload.admitted(request)
-        self._count_hits(request, len(cached) * self.config.block_size)
+        self._count_hits(request, len(cached), self.offload.admitted(request, len(cached)))
         self._prefilling.append(request)
         if not request.num_preemptions:
             self.admitted.append(request)
         return True
 
-    def _count_hits(self, request: Request, num_cached: int) -> None:
+    def _count_hits(self, request: Request, num_cached: int, num_from_tiers: int) -> None:
+        """`num_cached` blocks were found, `num_from_tiers` of them had been loaded for it."""
         request.num_admissions += 1
         if request.num_admissions == 1 and self.config.enable_prefix_caching:
-            request.num_cached_tokens = num_cached
+            request.num_cached_tokens = num_cached * self.config.block_size
             self.counters.prefix_queries += request.num_prompt
-            self.counters.prefix_hits += num_cached
+            self.counters.prefix_hits += request.num_cached_tokens
+            self.counters.external_hits += num_from_tiers * self.config.block_size
 
     def _write_chunk(self, view: StepInputView, at: int, request: Request, room: ChunkRoom, flags: int) -> None:
         """Write one entry, as long as there is room; the chunk that ends the known tokens draws the next one."""

@@ -105,6 +105,8 @@ class Counters:
     """Prompt tokens looked up in the prefix cache."""
     prefix_hits: int = 0
     """Prompt tokens found there."""
+    external_hits: int = 0
+    """Those of them that a KV tier had, and not the device."""
     num_drafts: int = 0
     """Times that drafts were verified for a row."""
     num_draft_tokens: int = 0

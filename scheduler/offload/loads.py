@@ -29,8 +29,8 @@ class Prefetch:
     abandoned: bool = False
     held: list[int] = field(default_factory=list)
     """Blocks with a reference of ours."""
-    loaded_from: Counter[str] = field(default_factory=Counter)
-    """Of the blocks held, how many a tier had."""
+    loaded_from: dict[OffloadKey, str] = field(default_factory=dict)
+    """Of the blocks held that were loaded, the tier that had each."""
 
 
 class Loads:
@@ -132,7 +132,7 @@ class Loads:
         self._tiers.slots.complete_load(transfer.keys, transfer.slots)
         if success:
             self._stats.loaded_blocks += len(transfer.blocks)
-            prefetch.loaded_from.update(self._tiers.loaded(transfer.keys))
+            prefetch.loaded_from.update(zip(transfer.keys, self._tiers.loaded(transfer.keys), strict=True))
             for key, block in zip(transfer.keys, transfer.blocks, strict=True):
                 self._pool.insert(hash_of(key), block)
         else:
@@ -144,11 +144,19 @@ class Loads:
             if prefetch.abandoned:
                 self._let_go(prefetch)
 
-    def admitted(self, request: Request) -> None:
+    def admitted(self, request: Request, num_found: int) -> int:
         prefetch = self._waiting.get(id(request))
-        if prefetch is not None and not request.num_admissions:
-            self._tiers.reused(prefetch.loaded_from)
+        if prefetch is None:
+            return 0
+        loaded_from: Counter[str] = Counter()
+        if not request.num_admissions:
+            # Behind a block that did not arrive, those that did are of no use.
+            loaded_from.update(
+                prefetch.loaded_from[key] for key in prefetch.keys[:num_found] if key in prefetch.loaded_from
+            )
+        self._tiers.reused(loaded_from)
         self.forget(request)
+        return loaded_from.total()
 
     def forget(self, request: Request) -> None:
         prefetch = self._waiting.pop(id(request), None)

@@ -70,8 +70,8 @@ class Offload:
     def holds_back(self, request: Request, num_free: int, last_step: int) -> bool:
         return self._loads.holds_back(request, num_free, last_step)
 
-    def admitted(self, request: Request) -> None:
-        self._loads.admitted(request)
+    def admitted(self, request: Request, num_found: int) -> int:
+        return self._loads.admitted(request, num_found)
 
     def forget(self, request: Request) -> None:
         self._loads.forget(request)

@@ -39,8 +39,9 @@ class OffloadPort(Protocol):
         """
         ...
 
-    def admitted(self, request: Request) -> None:
-        """It holds its blocks itself now; what of them was loaded counts as hit the first time."""
+    def admitted(self, request: Request, num_found: int) -> int:
+        """It holds its blocks itself now, of which the first `num_found` were in the pool. Returns how many of these
+        had been loaded for it; they count as hit the first time, and later ones as none."""
         ...
 
     def forget(self, request: Request) -> None:
@@ -89,7 +90,8 @@ class NullOffload:
     def holds_back(self, request: Request, num_free: int, last_step: int) -> bool:
         return False
 
-    def admitted(self, request: Request) -> None: ...
+    def admitted(self, request: Request, num_found: int) -> int:
+        return 0
 
     def forget(self, request: Request) -> None: ...
 

@@ -133,6 +133,7 @@ class EngineDouble:
         return ReplicaStats(
             num_running=0 if rank else len(self.sinks), num_waiting=rank, kv_cache_usage=0.5, num_blocks=10 + rank,
             num_free_blocks=5, num_cached_blocks=1, prefix_cache_queries=4 + rank, prefix_cache_hits=3,
+            external_cache_hits=rank,
             prompt_tokens=7 + rank, generation_tokens=9, num_preemptions=0, num_steps=2, finished=m.finished,
             ttft_s=m.ttft_s, itl_s=m.itl_s, requests=m.requests, num_drafts=rank, num_draft_tokens=2 * rank,
             num_accepted_per_position=(2, 1)[:rank],

@@ -57,7 +57,11 @@ def test_each_replica_is_an_engine_and_engines_add_up() -> None:
         assert by_engine(prefix + "time_to_first_token_seconds_sum", "_sum") == {"0": 0.01, "1": 0.02}
         assert by_engine(prefix + "e2e_request_latency_seconds_count", "_count") == {"0": 1, "1": 1}
         assert by_engine(prefix + "cache_config_info", num_gpu_blocks="11") == {"1": 1}
-        assert by_engine(prefix + "prompt_tokens_by_source_total", "_total", source="local_compute") == {"0": 1, "1": 2}
+        sources = {"local_compute": {"0": 1, "1": 2}, "local_cache_hit": {"0": 3, "1": 2}}
+        for source, counts in (sources | {"external_kv_transfer": {"0": 0, "1": 1}}).items():
+            assert by_engine(prefix + "prompt_tokens_by_source_total", "_total", source=source) == counts
+        assert by_engine(prefix + "prefix_cache_hits_total", "_total") == sources["local_cache_hit"]
+        assert by_engine(prefix + "prompt_tokens_cached_total", "_total") == {"0": 3, "1": 3}
         assert by_engine(prefix + "spec_decode_num_draft_tokens_total", "_total") == {"0": 0, "1": 2}
         accepted = by_engine(prefix + "spec_decode_num_accepted_tokens_per_pos_total", "_total", position="0")
         assert accepted == {"1": 2}

@@ -247,6 +247,37 @@ def test_tokens_count_for_the_tier_that_had_them() -> None:
     again = harness.add(TALK + harness.output_of[first], max_tokens=4)
     harness.run()
     assert reused - before == {"slow": 6} and again.num_cached_tokens == 24
+    assert harness.scheduler.counters.external_hits == 4 * reused.total()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_what_arrives_behind_a_block_that_did_not_is_no_hit(lost: int) -> None:
+    """A prefix of two transfers, of which one fails."""
+    harness = TieredHarness(num_blocks=100, num_slots=500, max_model_len=256, max_num_batched_tokens=64, max_num_seqs=4)
+    prompt = [number * number % VOCAB for number in range(4 * 45 + 1)]
+    harness.add(prompt, max_tokens=2)
+    harness.run()
+    for seed in range(3):
+        harness.add([(number * (seed + 2) + seed) % VOCAB for number in range(240)], max_tokens=2)
+        harness.run()
+    counters, reused = harness.scheduler.counters, harness.tiers.stats.reused_from
+    hits, external, of_tier = counters.prefix_hits, counters.external_hits, reused.total()
+    complete, loads = harness.offload.complete, []
+
+    def failing(transfer_id: int, success: bool, seconds: float) -> None:
+        if not again.num_admissions:
+            loads.append(transfer_id)
+            success = len(loads) - 1 != lost
+        complete(transfer_id, success, seconds)
+
+    harness.offload.complete = failing  # type: ignore[method-assign]
+    again = harness.add(prompt, max_tokens=2)
+    harness.run()
+    harness.assert_right(again)
+    assert len(loads) == 2, "one transfer would not do"
+    found = 32 if lost else 0
+    assert counters.prefix_hits - hits == counters.external_hits - external == 4 * found
+    assert reused.total() - of_tier == found
 
 
 def test_limits_of_a_request_hold() -> None:
