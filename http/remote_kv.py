@@ -23,6 +23,7 @@ from slipring.http.bodies import KvTransferParams, SamplingBody
 from slipring.http.errors import bad_request
 from slipring.http.logprobs import TokenIds
 from slipring.runtime.engine import Engine
+from slipring.runtime.tiers.address import PEER_PREFIX, peer_name
 
 _PATIENCE_S = 2.0
 """For pages to get from the device into the CPU tier. What is not there by then, the other one computes."""
@@ -40,7 +41,7 @@ def kv_source(params: KvTransferParams) -> str | None:
     if host is None or port is None:
         missing = "remote_host" if host is None else "remote_port"
         raise bad_request(f"`{where}.{missing}` is missing: whose pages shall be taken?", f"{where}.{missing}")
-    return f"p2p:{host}:{port}"
+    return peer_name(host, port)
 
 
 def hands_over(body: SamplingBody) -> bool:
@@ -65,8 +66,8 @@ def check(engine: Engine, body: SamplingBody) -> None:
             raise bad_request(f"`{param}` needs `stream: false`: the answer says where the pages are.", param)
     source = kv_source(params)
     if source is not None and engine.kv_peer(source) is None:
-        known = ", ".join(name.removeprefix("p2p:") for name in engine.kv_peers) or "none"
-        message = f"{source.removeprefix('p2p:')} is not among the peers of this server ({known})"
+        known = ", ".join(name.removeprefix(PEER_PREFIX) for name in engine.kv_peers) or "none"
+        message = f"{source.removeprefix(PEER_PREFIX)} is not among the peers of this server ({known})"
         raise bad_request(f"`kv_transfer_params`: {message}.", "kv_transfer_params.remote_host")
 
 

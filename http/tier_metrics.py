@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from slipring.runtime.tiers.address import PEER_PREFIX
 from slipring.runtime.tiers.kv_tiers import CPU, KvTiersStats
-from slipring.runtime.tiers.peer import PEER_PREFIX
 
 
 class Reading(NamedTuple):

@@ -20,10 +20,12 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections import Counter
 from typing import Literal
 
 import msgspec
 
+from slipring.runtime.tiers.address import check_port, is_everywhere, peer_name, split_peer
 from slipring.scheduler.offload.policy import POLICIES
 
 
@@ -63,8 +65,8 @@ class PeerTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     peers: list[str] = []
     """`host:port` of each, asked in this order."""
-    host: str = "127.0.0.1"
-    """Where we listen. The network is trusted: a private address."""
+    host: str | None = None
+    """Where we listen, 127.0.0.1 if that is not said. The network is trusted: a private address."""
     port: int | None = None
     """Where we serve our own pages; None: we do not."""
     advertise_host: str | None = None
@@ -72,11 +74,13 @@ class PeerTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     num_threads: int = 4
     load_timeout_s: float = 2.0
 
+    @property
+    def listens_at(self) -> str:
+        return "127.0.0.1" if self.host is None else self.host
 
-_MAX_PORT = 65535
+
 _MAX_THREADS = 256
 _MAX_TIMEOUT_S = 3600.0
-_EVERYWHERE = ("", "0.0.0.0", "::", "[::]")
 SecondaryTier = FileTier | ObjectTier | PeerTier
 
 
@@ -133,6 +137,7 @@ def _check(extra: ExtraConfig) -> None:
         raise ValueError(f"`store_threshold` must be 0 or more, got {extra.store_threshold}")
     for tier in extra.secondary_tiers:
         _check_tier(tier)
+    _check_asked_once([peer for tier in extra.secondary_tiers if isinstance(tier, PeerTier) for peer in tier.peers])
 
 
 def _check_tier(tier: SecondaryTier) -> None:
@@ -150,21 +155,31 @@ def _check_tier(tier: SecondaryTier) -> None:
 
 
 def _check_peers(tier: PeerTier) -> None:
-    for peer in tier.peers:
-        host, _, port = peer.rpartition(":")
-        if not host or not re.fullmatch(r"\d{1,5}", port) or not 1 <= int(port) <= _MAX_PORT:
-            raise ValueError(f"`peers` holds {peer!r}; each must be `host:port`, the port from 1 to {_MAX_PORT}")
-    if len(set(tier.peers)) < len(tier.peers):
-        raise ValueError(f"`peers` holds the same one twice: {', '.join(tier.peers)}")
     if tier.port is None:
+        for name in ("host", "advertise_host"):
+            if getattr(tier, name) is not None:
+                raise ValueError(
+                    f"`{name}` says nothing without a `port`: that is where a tier of type p2p serves pages"
+                )
+        if not tier.peers:
+            raise ValueError("a tier of type p2p needs `peers` that it asks, a `port` that it serves pages at, or both")
         return
-    if not 1 <= tier.port <= _MAX_PORT:
-        raise ValueError(f"`port` must be from 1 to {_MAX_PORT}, got {tier.port}")
-    if tier.host in _EVERYWHERE and tier.advertise_host is None:
+    check_port("port", tier.port)
+    if tier.advertise_host is None and is_everywhere(tier.listens_at):
         raise ValueError(
             f"`host` {tier.host!r} is every address of this machine: `advertise_host` must say by which the others "
             "reach us"
         )
+    if tier.advertise_host is not None and is_everywhere(tier.advertise_host):
+        raise ValueError(f"`advertise_host` must be a name or an address, got {tier.advertise_host!r}")
+
+
+def _check_asked_once(peers: list[str]) -> None:
+    """Of all tiers together: the second would only ask again what the first has not got."""
+    times = Counter(peer_name(*split_peer(peer)) for peer in peers)
+    for peer in peers:
+        if times[peer_name(*split_peer(peer))] > 1:
+            raise ValueError(f"`peers` holds {peer!r} twice; each is asked by one tier, and once")
 
 
 def _check_role(config: KvTransferConfig) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
+from slipring.runtime.tiers.address import plain_host, split_peer
 from slipring.runtime.tiers.config import FileTier, KvTransferConfig, ObjectTier, PeerTier, SecondaryTier
 from slipring.runtime.tiers.file_store import FileStore
 from slipring.runtime.tiers.identity import model_identity
@@ -117,10 +118,10 @@ class KvTiers:
         assert self._listen.port is not None
         self._server = PeerServer(self.tiers.slots, self._slots, self._identity)
         try:
-            port = await self._server.start(self._listen.host.strip("[]"), self._listen.port)
-            self.serves_at = self._listen.advertise_host or self._listen.host, port
+            port = await self._server.start(plain_host(self._listen.listens_at), self._listen.port)
+            self.serves_at = plain_host(self._listen.advertise_host or self._listen.listens_at), port
         except OSError as error:
-            where = f"{self._listen.host}:{self._listen.port}"
+            where = f"{self._listen.listens_at}:{self._listen.port}"
             raise TierSetupError(f"KV pages cannot be served at {where}: {error}") from None
 
     @property
@@ -171,8 +172,7 @@ class KvTiers:
             if tier.port is not None:
                 self._listen = tier
             for peer in tier.peers:
-                host, _, port = peer.rpartition(":")
-                self._peers.append(PeerStore(host, int(port), self._identity))
+                self._peers.append(PeerStore(*split_peer(peer), self._identity))
                 self._add(self._peers[-1], tier.num_threads, 0, tier.load_timeout_s)
         elif isinstance(tier, FileTier):
             store = _usable(tier, lambda: FileStore(tier.root_dir, self._identity, self.page_bytes, tier.quota_bytes))

@@ -25,14 +25,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from slipring.runtime.tiers.address import peer_name, plain_host
 from slipring.runtime.tiers.store import HEADER_BYTES, PageMissingError, seal, unseal
 from slipring.scheduler.offload.key import OffloadKey
 from slipring.scheduler.offload.slots import Lookup, SlotIndex
 
 logger = logging.getLogger(__name__)
 
-PEER_PREFIX = "p2p:"
-"""Of a `PeerStore`'s name; its address follows."""
 _MAGIC = b"SLIPKV-PEER\x00\x00\x00\x00\x01"
 _U32 = struct.Struct("<I")
 _REQUEST = struct.Struct("<II")
@@ -134,18 +133,17 @@ class PeerStore:
 
     def __init__(self, host: str, port: int, identity: bytes) -> None:
         """Looks the host's name up, and connects when it is first asked; a peer may come later than we do."""
-        host = host.removeprefix("[").removesuffix("]")
-        self.name = f"{PEER_PREFIX}{host}:{port}"
-        self._address = (host, port)
+        self.name = peer_name(host, port)
+        self._address = (plain_host(host), port)
         self._identity = identity
         self._aliases = {self.name}
         """By which others may call it. Names that clients send are not looked up, so addresses are kept here."""
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            found = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
         except OSError as error:
             logger.warning("the peer %s:%d cannot be found yet: %s", host, port, error)
         else:
-            self._aliases |= {f"{PEER_PREFIX}{address[0]}:{port}" for *_, address in found}
+            self._aliases |= {peer_name(str(address[0]), port) for *_, address in found}
         self._local = threading.local()
 
     def goes_by(self, name: str) -> bool:
@@ -191,7 +189,7 @@ class PeerStore:
 
     def _connect(self) -> socket.socket:
         session = socket.create_connection(self._address, _TIMEOUT_S)
-        self._aliases.add(f"{PEER_PREFIX}{session.getpeername()[0]}:{self._address[1]}")
+        self._aliases.add(peer_name(session.getpeername()[0], self._address[1]))
         try:
             session.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             session.sendall(_MAGIC + self._identity)

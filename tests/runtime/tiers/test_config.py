@@ -56,7 +56,13 @@ def with_role(role: str, *tiers: dict[str, Any]) -> str:
 def test_roles_are_about_peers() -> None:
     everywhere = SERVES | {"host": "0.0.0.0", "advertise_host": "node-a"}
     assert parse(with_role("kv_producer", everywhere)).kv_role == "kv_producer"
-    for role, tiers in (("kv_producer", [SERVES]), ("kv_consumer", [ASKS]), ("kv_both", [SERVES | ASKS])):
+    six = {"type": "p2p", "host": "[::1]", "port": 5710, "peers": ["[::1]:5711"]}
+    for role, tiers in (
+        ("kv_both", [six]),
+        ("kv_producer", [SERVES]),
+        ("kv_consumer", [ASKS]),
+        ("kv_both", [SERVES | ASKS]),
+    ):
         assert parse(with_role(role, *tiers)).kv_role == role
 
 
@@ -83,7 +89,15 @@ def test_roles_are_about_peers() -> None:
         (extra(secondary_tiers=[{"type": "fs", "root_dir": "/x", "n_write_threads": 1000}]), "n_write_threads"),
         (extra(secondary_tiers=[{"type": "fs", "root_dir": "/x", "load_timeout_s": 0}]), "load_timeout_s"),
         (extra(secondary_tiers=[{"type": "obj", "store_config": {"bucket": "b"}, "io_threads": 0}]), "io_threads"),
-        (extra(secondary_tiers=[{"type": "p2p", "num_threads": -1}]), "num_threads"),
+        (extra(secondary_tiers=[ASKS | {"num_threads": -1}]), "num_threads"),
+        (extra(secondary_tiers=[{"type": "p2p"}]), "needs `peers` that it asks, a `port`"),
+        (extra(secondary_tiers=[ASKS | {"host": "10.0.0.1"}]), "`host` says nothing without a `port`"),
+        (extra(secondary_tiers=[ASKS | {"advertise_host": "b"}]), "`advertise_host` says nothing without a `port`"),
+        (extra(secondary_tiers=[SERVES | {"advertise_host": ""}]), "`advertise_host` must be a name or an address"),
+        (extra(secondary_tiers=[ASKS, {"type": "p2p", "peers": ["b:1", "A:5710"]}]), "a:5710. twice"),
+        (extra(secondary_tiers=[{"type": "p2p", "peers": ["[::1]:1", "[0:0::1]:1"]}]), "twice"),
+        (extra(secondary_tiers=[{"type": "p2p", "peers": ["2001:db8::1"]}]), "in brackets"),
+        (extra(secondary_tiers=[{"type": "p2p", "port": 1, "host": "[::]"}]), "advertise_host"),
         (extra(secondary_tiers=[{"type": "p2p", "peers": ["here"]}]), "host:port"),
         (extra(secondary_tiers=[{"type": "p2p", "peers": [":5710"]}]), "host:port"),
         (extra(secondary_tiers=[{"type": "p2p", "peers": ["a:99999"]}]), "from 1 to 65535"),

@@ -8,19 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipring.runtime.model import resolve_model
 from slipring.runtime.tiers import identity
 from slipring.runtime.tiers.identity import IMMATERIAL, model_identity
 from slipring.shm.pages import PageShape
 from slipring.shm.spec import ModelSpec, QuantizationSpec, SamplingDefaults
-from tests.e2e.tier_rig import save_tiny_model
 
 FIELDS = ModelSpec.__struct_fields__
-
-
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    return resolve_model(save_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
 def identity_of(spec: ModelSpec, max_model_len: int = 512, **changes: Any) -> bytes:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from slipring.runtime.tiers.address import peer_name
 from slipring.runtime.tiers.peer import PeerStore
 from slipring.runtime.tiers.store import PageMissingError
 from tests.runtime.tiers.test_file_store import LAYOUT, PAGE, key, page
@@ -81,7 +82,7 @@ def test_a_peer_goes_by_its_name_and_by_its_address(instance: Instance) -> None:
     assert by_name.count_prefix([key(0)]) == 1
     assert by_name.goes_by(f"p2p:localhost:{instance.port}") and by_name.goes_by(f"p2p:127.0.0.1:{instance.port}")
     assert not by_name.goes_by(f"p2p:127.0.0.1:{instance.port + 1}") and not by_name.goes_by("p2p:10.1.1.1:1")
-    assert PeerStore("[::1]", 1, LAYOUT).goes_by("p2p:::1:1")
+    assert PeerStore("[::1]", 1, LAYOUT).goes_by(peer_name("0:0::1", 1))
 
 
 def test_a_peer_whose_name_is_not_known_yet_is_no_error() -> None:
