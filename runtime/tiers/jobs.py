@@ -253,7 +253,7 @@ class StoreThreads:
         if job.over or first >= job.num_found:
             return
         keys = job.keys[first : first + self._store.keys_per_lookup]
-        count = self._store.count_prefix(keys)
+        count = max(0, min(self._store.count_prefix(keys), len(keys)))  # of another process, perhaps
         with job.lock:
             job.results[first : first + count] = [True] * count
             if count < len(keys):

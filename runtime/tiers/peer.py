@@ -7,6 +7,9 @@ One connection is one session; every number is little-endian:
     client  u32 LOOKUP, u32 n, n keys                  server  u32: how many of the leading keys it has
     client  u32 FETCH, u32 1, key                      server  u32 1, header (`store.py`), page; or u32 0: no such page
 
+An answer that is none of these ends the session: the client computes what it wanted, and the next question is asked
+over a new connection, whatever else the peer had still to say.
+
 Nothing is leased: a page is copied and sealed in a thread the moment it is asked for, so its slot is free again before
 the client has read a byte. Whoever reads slowly is cut off (`_PATIENCE_S`), and a page that is not what was
 stored does not pass the client's digest. The server trusts its network, as a cache does: bind it to a private one.
@@ -20,7 +23,8 @@ import logging
 import socket
 import struct
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +42,7 @@ _REQUEST = struct.Struct("<II")
 _LOOKUP, _FETCH = 1, 2
 _KEY_BYTES = 36
 _MAX_KEYS = 65536
+_MAX_REASON_BYTES = 1000
 _PATIENCE_S = 10.0
 """For a client to take a page, or to finish a request that it has begun."""
 _TIMEOUT_S = 2.0
@@ -73,7 +78,7 @@ class PeerServer:
                 while True:
                     kind, count = _REQUEST.unpack(await reader.readexactly(_REQUEST.size))
                     await asyncio.wait_for(self._serve(kind, count, reader, writer), _PATIENCE_S)
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, ValueError):
+        except (asyncio.IncompleteReadError, OSError, ValueError):
             pass  # gone, too slow, or no peer of ours: it has lost nothing that it could not compute
         finally:
             self._open.discard(writer)
@@ -151,18 +156,17 @@ class PeerStore:
 
     def count_prefix(self, keys: Sequence[OffloadKey]) -> int:
         with self._session() as session:
-            session.sendall(_REQUEST.pack(_LOOKUP, len(keys)) + b"".join(keys))
-            return _receive_u32(session)
+            session.ask(_REQUEST.pack(_LOOKUP, len(keys)) + b"".join(keys))
+            return session.receive_u32(len(keys))
 
     def read(self, key: OffloadKey, into: memoryview) -> None:
-        header = bytearray(HEADER_BYTES)
         with self._session() as session:
-            session.sendall(_REQUEST.pack(_FETCH, 1) + key)
-            if not _receive_u32(session):
+            session.ask(_REQUEST.pack(_FETCH, 1) + key)
+            if not session.receive_u32(1):
                 raise PageMissingError
-            _receive(session, memoryview(header))
-            _receive(session, into)
-        unseal(bytes(header), key, self._identity, into)
+            header = session.receive(HEADER_BYTES)
+            session.receive_into(into)
+            unseal(header, key, self._identity, into)
 
     def write(self, key: OffloadKey, page: memoryview) -> bool:
         return False
@@ -171,7 +175,7 @@ class PeerStore:
         """Connections end with their threads."""
 
     @contextlib.contextmanager
-    def _session(self):
+    def _session(self) -> Iterator[_Session]:
         """This thread's connection, made anew if it has none; broken ones are not kept."""
         session = getattr(self._local, "session", None)
         if session is None:
@@ -187,32 +191,61 @@ class PeerStore:
             raise
         self._local.session = session
 
-    def _connect(self) -> socket.socket:
-        session = socket.create_connection(self._address, _TIMEOUT_S)
-        self._aliases.add(peer_name(session.getpeername()[0], self._address[1]))
+    def _connect(self) -> _Session:
+        session = _Session(self._address)
+        self._aliases.add(peer_name(session.peer_host, self._address[1]))
         try:
-            session.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            session.sendall(_MAGIC + self._identity)
-            if length := _receive_u32(session):
-                reason = bytearray(min(length, 200))
-                _receive(session, memoryview(reason))
-                raise ConnectionError(f"the peer {self._address} refuses: {reason.decode('utf-8', 'replace')}")
+            session.ask(_MAGIC + self._identity)
+            if length := session.receive_u32(_MAX_REASON_BYTES):
+                reason = session.receive(length).decode("utf-8", "replace")
+                raise ConnectionError(f"the peer {self._address} refuses: {reason}")
         except BaseException:
             session.close()
             raise
         return session
 
 
-def _receive(session: socket.socket, into: memoryview) -> None:
-    """Raises ConnectionError when the peer ends before `into` is full, TimeoutError when it is too slow."""
-    while into.nbytes:
-        count = session.recv_into(into)
-        if not count:
-            raise ConnectionError("the peer has gone")
-        into = into[count:]
+class _Session:
+    """A connection to a peer. An answer must be whole `_TIMEOUT_S` after its question, however busily it trickles."""
 
+    def __init__(self, address: tuple[str, int]) -> None:
+        """Raises OSError."""
+        self._socket = socket.create_connection(address, _TIMEOUT_S)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._deadline = 0.0
 
-def _receive_u32(session: socket.socket) -> int:
-    data = bytearray(_U32.size)
-    _receive(session, memoryview(data))
-    return _U32.unpack(data)[0]
+    @property
+    def peer_host(self) -> str:
+        return self._socket.getpeername()[0]
+
+    def ask(self, question: bytes) -> None:
+        self._deadline = time.monotonic() + _TIMEOUT_S
+        self._socket.settimeout(_TIMEOUT_S)
+        self._socket.sendall(question)
+
+    def receive_into(self, into: memoryview) -> None:
+        """Raises ConnectionError when the peer ends before `into` is full, TimeoutError when it is too slow."""
+        while into.nbytes:
+            left_s = self._deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("the peer is too slow")
+            self._socket.settimeout(left_s)
+            count = self._socket.recv_into(into)
+            if not count:
+                raise ConnectionError("the peer has gone")
+            into = into[count:]
+
+    def receive(self, count: int) -> bytes:
+        data = bytearray(count)
+        self.receive_into(memoryview(data))
+        return bytes(data)
+
+    def receive_u32(self, most: int) -> int:
+        """Raises ConnectionError for a number above `most`: it is no peer of this protocol."""
+        number = _U32.unpack(self.receive(_U32.size))[0]
+        if number > most:
+            raise ConnectionError(f"the peer answers {number} where {most} is the most there can be")
+        return number
+
+    def close(self) -> None:
+        self._socket.close()

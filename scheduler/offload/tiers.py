@@ -1,7 +1,8 @@
 """`Tiers`: the CPU tier's slots in front of slower tiers. What misses here is asked for there and brought up.
 
 Slow tiers answer through callbacks, each exactly once and within a deadline (`runtime.tiers.jobs`), so a promotion
-always ends. Whatever arrived is a hit in the slots then; whatever did not is a miss, and somebody computes it.
+always ends, after an error of our own too: requests wait for it. Whatever arrived is a hit in the slots then; whatever
+did not is a miss, and somebody computes it.
 """
 
 from __future__ import annotations
@@ -57,6 +58,12 @@ class TierStats:
     """Not stored, because every slot was in use."""
 
 
+@dataclass(slots=True)
+class _Promotion:
+    done: Callable[[], None]
+    over: bool = False
+
+
 class Tiers:
     def __init__(self, slots: SlotIndex, slow: Sequence[SlowTier] = ()) -> None:
         self.slots = slots
@@ -99,6 +106,7 @@ class Tiers:
         if not missing or not self._slow:
             return False
         self._num_promoting += 1
+        promotion = _Promotion(done)
         block_s = recompute_s / len(keys)
         asked = [tier for tier in self._slow if tier.name == source]
         for tier in self._slow:
@@ -108,7 +116,7 @@ class Tiers:
                 asked.append(tier)
             else:
                 tier.passed_over()
-        self._ask(asked, missing, done)
+        self._ask(asked, missing, promotion)
         return True
 
     def stored(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
@@ -138,21 +146,21 @@ class Tiers:
 
     # --- promotion: ask one tier after the other --------------------------------------------------------------------
 
-    def _ask(self, tiers: Sequence[SlowTier], keys: list[OffloadKey], done: Callable[[], None]) -> None:
+    def _ask(self, tiers: Sequence[SlowTier], keys: list[OffloadKey], promotion: _Promotion) -> None:
         # Others may have brought up some in the meantime, or are about to.
         keys = [key for key in keys if self.slots.lookup(key) is Lookup.MISS]
         if not tiers or not keys:
-            self._end(done)
+            self._end(promotion)
         else:
-            tiers[0].lookup(keys, lambda found: self._fetch(tiers, keys, found, done))
+            tiers[0].lookup(keys, self._step(promotion, lambda found: self._fetch(tiers, keys, found, promotion)))
 
     def _fetch(
-        self, tiers: Sequence[SlowTier], keys: list[OffloadKey], found: list[bool], done: Callable[[], None]
+        self, tiers: Sequence[SlowTier], keys: list[OffloadKey], found: list[bool], promotion: _Promotion
     ) -> None:
         tier, others = tiers[0], tiers[1:]
         plan = self._make_room([key for key, is_there in zip(keys, found, strict=True) if is_there])
         if not plan.keys:
-            self._ask(others, keys, done)
+            self._ask(others, keys, promotion)
             return
         self.evicted(plan.evicted)
 
@@ -164,9 +172,21 @@ class Tiers:
             good = [key for key, is_good in zip(plan.keys, results, strict=True) if is_good]
             self._brought_by.update(dict.fromkeys(good, tier.name))
             self._hand_down(good, self._slow[: self._slow.index(tier)])
-            self._ask(others, keys, done)
+            self._ask(others, keys, promotion)
 
-        tier.load(plan.keys, plan.slots, loaded)
+        tier.load(plan.keys, plan.slots, self._step(promotion, loaded))
+
+    def _step(self, promotion: _Promotion, step: Results) -> Results:
+        """A callback that ends the promotion when it fails; the error is the caller's to report."""
+
+        def guarded(results: list[bool]) -> None:
+            try:
+                step(results)
+            except Exception:
+                self._end(promotion)
+                raise
+
+        return guarded
 
     def _make_room(self, keys: list[OffloadKey]) -> StorePlan:
         """Slots for as much of this prefix as there is room for."""
@@ -178,9 +198,12 @@ class Tiers:
             keys = keys[: len(keys) // 2]
         return StorePlan([], [], [])
 
-    def _end(self, done: Callable[[], None]) -> None:
+    def _end(self, promotion: _Promotion) -> None:
+        if promotion.over:
+            return
+        promotion.over = True
         self._num_promoting -= 1
-        done()
+        promotion.done()
         for arrived in list(self.on_arrival):
             arrived()
 

@@ -86,6 +86,27 @@ def test_what_is_stored_is_found_and_loaded_into_other_slots(tmp_path: Path) -> 
     run(FileStore(tmp_path, LAYOUT, PAGE), body)
 
 
+class LyingDisk(FileStore):
+    """Says that it has so many of the leading keys."""
+
+    keys_per_lookup = 2
+    says = 0
+
+    def count_prefix(self, keys: Sequence[OffloadKey]) -> int:
+        return self.says
+
+
+@pytest.mark.parametrize(("says", "found"), [(-3, 0), (1, 1), (3, 4), (2**32 - 1, 4)])
+def test_a_lookup_answers_for_the_keys_that_were_asked_for(tmp_path: Path, says: int, found: int) -> None:
+    store = LyingDisk(tmp_path, LAYOUT, PAGE)
+    store.says = says
+
+    async def body(threads: StoreThreads, slots: np.ndarray) -> None:
+        assert await answer(threads.lookup, KEYS) == [True] * found + [False] * (4 - found)
+
+    run(store, body)
+
+
 class PatientDisk(FileStore):
     """Asked for one key at a time, of which the third never answers."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 from slipring.runtime.tiers.address import peer_name
 from slipring.runtime.tiers.peer import PeerStore
-from slipring.runtime.tiers.store import PageMissingError
+from slipring.runtime.tiers.store import PageCorruptError, PageMissingError, seal
 from tests.runtime.tiers.test_file_store import LAYOUT, PAGE, key, page
 
 _INSTANCE = textwrap.dedent(
@@ -122,21 +123,81 @@ def test_a_peer_that_is_killed_is_an_error_and_quickly() -> None:
     assert time.monotonic() - began < 2
 
 
-def test_a_peer_that_stops_in_the_middle_of_a_page_is_given_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipring.runtime.tiers.peer._TIMEOUT_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        store = PeerStore("127.0.0.1", listener.getsockname()[1], LAYOUT)
+WELCOME, FOUND, NOT_FOUND = b"\0\0\0\0", b"\1\0\0\0", b"\0\0\0\0"
+TOO_MANY = b"\xff\xff\xff\xff"
 
-        def half() -> None:
-            connection, _ = listener.accept()
-            connection.recv(1000)
-            connection.sendall(b"\x00" * 4)
-            connection.recv(1000)
-            connection.sendall(b"\x01\x00\x00\x00" + b"x" * 1000)
-            time.sleep(2)
-            connection.close()
 
-        thread = threading.Thread(target=half, daemon=True)
+def sealed(number: int, content: memoryview) -> bytes:
+    return seal(key(number), LAYOUT, content) + content
+
+
+@contextlib.contextmanager
+def odd_peer(*answers: bytes, pause_s: float = 0.0) -> Iterator[PeerStore]:
+    """One whose first session gives these answers, the greeting first, `pause_s` between their bytes, and then waits.
+    In later ones it has one key and no page."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as sessions:
+        listener.settimeout(5)
+
+        def serve() -> None:
+            for said in (answers, (WELCOME, FOUND)):
+                session = sessions.enter_context(listener.accept()[0])
+                for answer in said:
+                    session.recv(1000)
+                    with contextlib.suppress(ConnectionError):
+                        for piece in [answer] if not pause_s else [answer[at : at + 1] for at in range(len(answer))]:
+                            session.sendall(piece)
+                            time.sleep(pause_s)
+
+        thread = threading.Thread(target=serve, daemon=True)
         thread.start()
+        yield PeerStore("127.0.0.1", listener.getsockname()[1], LAYOUT)
+        thread.join(5)
+        assert not thread.is_alive(), "a second session was begun"
+
+
+@pytest.mark.parametrize("answer", [b"\3\0\0\0", TOO_MANY, FOUND[:2]])
+def test_a_peer_that_counts_more_than_it_was_asked_for_is_none(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipring.runtime.tiers.peer._TIMEOUT_S", 0.3)
+    with odd_peer(WELCOME, answer) as store:
+        with pytest.raises(OSError, match=r"most there can be|timed out"):
+            store.count_prefix([key(0), key(1)])
+        assert store.count_prefix([key(0), key(1)]) == 1, "over a new connection"
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"\2\0\0\0" + sealed(0, page(0)), ConnectionError),
+        (FOUND + sealed(1, page(1)), PageCorruptError),
+        (FOUND + sealed(0, page(0))[:-1] + b"?", PageCorruptError),
+        (FOUND + sealed(0, memoryview(bytes(page(0)) * 2)), PageCorruptError),
+        (FOUND + sealed(0, page(0)[:-1]), TimeoutError),
+        (FOUND + b"x" * 1000, TimeoutError),
+    ],
+    ids=["two pages", "another page", "a damaged one", "a longer one", "a shorter one", "a piece"],
+)
+def test_what_is_not_the_page_that_was_asked_for_is_not_taken(
+    answer: bytes, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipring.runtime.tiers.peer._TIMEOUT_S", 0.3)
+    with odd_peer(WELCOME, answer) as store:
+        with pytest.raises(error):
+            read(store, 0)
+        assert store.count_prefix([key(0)]) == 1, "nothing of the first answer is read as the next one"
+
+
+def test_a_refusal_without_end_is_not_waited_for() -> None:
+    with odd_peer(TOO_MANY + b"no") as store:
+        with pytest.raises(ConnectionError, match="most there can be"):
+            store.count_prefix([key(0)])
+        assert store.count_prefix([key(0)]) == 1
+
+
+def test_a_peer_that_trickles_is_given_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipring.runtime.tiers.peer._TIMEOUT_S", 0.3)
+    with odd_peer(WELCOME, FOUND + sealed(0, page(0))[:100], pause_s=0.02) as store:
+        began = time.monotonic()
         with pytest.raises(TimeoutError):
             read(store, 0)
+        assert time.monotonic() - began < 1.5
+        assert store.count_prefix([key(0)]) == 1

@@ -230,6 +230,23 @@ def test_a_slow_tier_is_passed_over_but_not_forgotten() -> None:
     assert asked == [False, False, True, True]
 
 
+@pytest.mark.parametrize("wrong", [[True] * 3, [True], []])
+@pytest.mark.parametrize("kind", ["lookup", "load"])
+def test_a_promotion_ends_whatever_a_tier_answers(kind: str, wrong: list[bool]) -> None:
+    slow = SlowStore(np.zeros((4, 4, 2)), random.Random(0), 0.0)
+    tiers = Tiers(SlotIndex(4, POLICIES["lru"](4)), [slow])
+    ended, arrived = [], []
+    tiers.on_arrival.add(lambda: arrived.append(tiers.busy))
+    keys = [offload_key(bytes([number]) * 32) for number in range(2)]
+    assert tiers.promote(keys, 1.0, lambda: ended.append(True))
+    if kind == "load":
+        slow.todo.popleft()[-1]([True, True])
+    *_, done = slow.todo.popleft()
+    with pytest.raises(ValueError, match="zip"):
+        done(wrong)
+    assert (ended, arrived, tiers.busy) == ([True], [False], False), "once, and whoever waits has been told"
+
+
 def test_tokens_count_for_the_tier_that_had_them() -> None:
     harness = TieredHarness(num_blocks=12, num_slots=12, slow=True)
     first = harness.add(TALK, max_tokens=8)
