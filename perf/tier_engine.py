@@ -1,58 +1,20 @@
-"""What the parts of the tiers figure share: engines on the real model, and answers with the times of their tokens."""
+"""What the parts of the tiers figure share: engines on the real model. Answers are those of the tests."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
-
-import msgspec
 
 from slipring.runtime.config import EngineConfig
 from slipring.runtime.engine import Engine
-from slipring.runtime.request import Delta, GenerationRequest
-from slipring.shm.params import SamplingParams
+from tests.e2e import tier_rig
 
 BLOCK = 16
-BLOCK_BYTES = 737_280
-"""Of SmolLM2-135M in float32."""
+BLOCK_BYTES = BLOCK // tier_rig.BLOCK * tier_rig.BLOCK_BYTES
 TOKENS = (100, 40_000)
 T = TypeVar("T")
-
-
-@dataclass
-class Answer:
-    began: float = 0.0
-    times: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    num_cached: int = 0
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def ttft_s(self) -> float:
-        return self.times[0] - self.began
-
-    def sink(self, delta: Delta) -> None:
-        self.times += [time.perf_counter()] * len(delta.token_ids)
-        self.tokens += delta.token_ids
-        self.num_cached = max(self.num_cached, delta.num_cached_tokens)
-        if delta.finish_reason is not None:
-            assert delta.finish_reason == "length", delta
-            self.done.set()
-
-    async def finished(self) -> Answer:
-        await asyncio.wait_for(self.done.wait(), 300)
-        return self
-
-
-def ask(engine: Engine, name: str, prompt: list[int], num_tokens: int) -> Answer:
-    answer = Answer(time.perf_counter())
-    params = SamplingParams(max_tokens=num_tokens, temperature=0.0)
-    engine.submit(GenerationRequest(request_id=name, prompt_token_ids=prompt, params=params), answer.sink)
-    return answer
 
 
 async def started(**settings: Any) -> Engine:
@@ -63,10 +25,8 @@ async def started(**settings: Any) -> Engine:
 
 def tiers(num_blocks: int, directory: str | None = None) -> dict[str, str]:
     """Settings: a CPU tier of so many blocks, and perhaps a directory behind it."""
-    extra: dict[str, Any] = {"cpu_bytes_to_use": num_blocks * BLOCK_BYTES}
-    if directory is not None:
-        extra["secondary_tiers"] = [{"type": "fs", "root_dir": directory}]
-    return {"kv_transfer_config": msgspec.json.encode({"kv_connector_extra_config": extra}).decode()}
+    slow = [] if directory is None else [{"type": "fs", "root_dir": directory}]
+    return tier_rig.tiers(num_blocks, *slow, block_bytes=BLOCK_BYTES)
 
 
 async def settled(engine: Engine) -> None:

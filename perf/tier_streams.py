@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from perf.figure import percentile
-from perf.tier_engine import BLOCK, TOKENS, Engine, ask, in_turns, moved_mb, say, settled, started, tiers
+from perf.tier_engine import BLOCK, TOKENS, Engine, in_turns, moved_mb, say, settled, started, tiers
+from tests.e2e.tier_rig import ask, finished
 
 NUM_STREAMS, STREAM_TOKENS = 4, 96
 NUM_PREFIXES, PREFIX_BLOCKS, NEW_BLOCKS = 6, 30, 2
@@ -48,7 +49,7 @@ class Streams:
                 engines[name] = engine = await started(**settings)
                 stack.push_async_callback(engine.stop)
                 for number, prefix in enumerate(self._prefixes):
-                    await ask(engine, f"first-{number}", prefix, 1).finished()
+                    await finished(ask(engine, f"first-{number}", prefix, 1))
                 await settled(engine)
                 say(f"an engine for streams beside {name} is ready")
             gaps: dict[str, list[float]] = {name: [] for name in kinds}
@@ -73,7 +74,7 @@ class Streams:
         number = 0
         while not all(stream.done.is_set() for stream in streams):
             prompt = self._prefixes[number % NUM_PREFIXES] + questions[number % len(questions)]
-            await ask(engine, f"{stretch}-turn-{number}", prompt, 1).finished()
+            await finished(ask(engine, f"{stretch}-turn-{number}", prompt, 1))
             await asyncio.sleep(_PAUSE_S)
             number += 1
         await settled(engine)

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from perf.figure import percentile
-from perf.tier_engine import BLOCK, TOKENS, Engine, ask, in_turns, say, settled, started, tiers
+from perf.tier_engine import BLOCK, TOKENS, Engine, in_turns, say, settled, started, tiers
+from tests.e2e.tier_rig import ask, finished
 
 NUM_TALKS, NUM_TURNS = 64, 6
 HELD_SHARE = 1 / 8
@@ -92,7 +93,8 @@ class Talks:
                 await settled(engine)
                 _forget_cached(Path(kind.directory))
                 row = f"{kind.name} cold"
-            answer = await ask(engine, f"{turn}-{talk}", self._history[talk], ANSWER_TOKENS).finished()
+            answer = ask(engine, f"{turn}-{talk}", self._history[talk], ANSWER_TOKENS)
+            await finished(answer)
             if turn:
                 kind.ttft_s.setdefault(row, []).append(answer.ttft_s)
             first = self._answers.setdefault((turn, talk), answer.tokens)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from slipring.runtime.tiers.store import PageCorruptError, PageMissingError, PageStore
 from slipring.scheduler.offload.key import OffloadKey
+from slipring.scheduler.offload.tiers import PASSED_OVER
 from slipring.shm.priority import lower_priority
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,6 @@ Slots = NDArray[np.uint8]
 """[num_slots, page_bytes]: the CPU tier."""
 _COMPLAIN_EVERY_S = 30.0
 _SUSPENDED_S = 30.0
-_FORGETS = 0.99
-"""Of what is known of a store's speed, each time that it is not asked because of it."""
 
 
 @dataclass(slots=True)
@@ -125,7 +124,7 @@ class StoreThreads:
 
     def passed_over(self) -> None:
         """It was not asked, for being too slow: it shall be tried again some day."""
-        self._page_s *= _FORGETS
+        self._page_s *= PASSED_OVER
 
     def lookup(self, keys: Sequence[OffloadKey], done: Callable[[list[bool]], None]) -> None:
         """done(which of them the store has): those before the first that is not there, or not known in time."""

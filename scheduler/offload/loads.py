@@ -8,12 +8,9 @@ from dataclasses import dataclass, field
 
 from slipring.scheduler.block_pool import BlockPool
 from slipring.scheduler.offload.key import OffloadKey, hash_of, offload_key
-from slipring.scheduler.offload.tiers import Tiers
+from slipring.scheduler.offload.tiers import PASSED_OVER, Tiers
 from slipring.scheduler.offload.transfers import OffloadStats, Outbox, Transfer, TransferKind
 from slipring.scheduler.request import Request
-
-_FORGETS = 0.99
-"""Of what is known of a block's load, each time that nothing is loaded because of it: some day it is tried again."""
 
 
 @dataclass(slots=True)
@@ -101,7 +98,7 @@ class Loads:
             return True  # ours will wake us; what another replica stores is not waited for
         too_slow = self._block_s * count > self._recompute_s(count * self._block_size)
         if too_slow:
-            self._block_s *= _FORGETS
+            self._block_s *= PASSED_OVER
         if not count or too_slow:
             prefetch.settled = True
             return False

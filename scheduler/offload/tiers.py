@@ -17,6 +17,9 @@ from slipring.scheduler.offload.slots import Lookup, SlotIndex, StorePlan
 
 CPU = "cpu"
 """The name of the tier of slots."""
+PASSED_OVER = 0.99
+"""What is left of the seconds that a load is known to take, each time that nothing is loaded because of them: whoever
+was slow is tried again some day."""
 Results = Callable[[list[bool]], None]
 
 

@@ -210,7 +210,7 @@ def test_an_object_store_that_dies_in_mid_service(small: Target) -> None:
         }
         num_cached, _ = run_twice(small, small.tiers(16, tier), nothing)
         assert num_cached == 60, "while it lives, it serves"
-        num_cached, stats = run_twice(small, small.tiers(16, tier, {"type": "p2p"}), s3.close)
+        num_cached, stats = run_twice(small, small.tiers(16, tier), s3.close)
         assert num_cached < 60 and stats.stores["obj"].failed > 0
     finally:
         s3.close()

@@ -1,4 +1,4 @@
-"""What the tests of KV tiers share: engines with tiers, answers, conversations, and a tiny random model.
+"""What the tests of KV tiers, and their figure, share: engines with tiers, answers, conversations, and a tiny random model.
 
 The tiny model's tokens depend on every byte of its KV: a wrong block shows at once, and steps cost next to nothing.
 """
@@ -10,6 +10,7 @@ import contextlib
 import json
 import random
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,12 +47,20 @@ def free_port() -> int:
 
 @dataclass
 class Answer:
+    began: float = field(default_factory=time.perf_counter)
     tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    """When each token came, on the clock of `began`."""
     num_cached: int = 0
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def ttft_s(self) -> float:
+        return self.times[0] - self.began
+
     def sink(self, delta: Delta) -> None:
         self.tokens += delta.token_ids
+        self.times += [time.perf_counter()] * len(delta.token_ids)
         self.num_cached = max(self.num_cached, delta.num_cached_tokens)
         if delta.finish_reason is not None:
             assert delta.finish_reason in ("stop", "length"), delta
