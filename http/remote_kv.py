@@ -80,7 +80,7 @@ async def handover(engine: Engine, body: SamplingBody, prompts: Sequence[TokenId
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "remote_engine_id": f"{host}:{port}",
+        "remote_engine_id": peer_name(host, port).removeprefix(PEER_PREFIX),
         "remote_block_ids": [],
         "remote_host": host,
         "remote_port": port,

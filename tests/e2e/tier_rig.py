@@ -1,4 +1,4 @@
-"""What the tests of KV tiers, and their figure, share: engines with tiers, answers, conversations, and a tiny random model.
+"""What the tests of KV tiers, and their figure, share: engines with tiers, answers, conversations, a tiny random model.
 
 The tiny model's tokens depend on every byte of its KV: a wrong block shows at once, and steps cost next to nothing.
 """
