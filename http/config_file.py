@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+from argparse import _AppendAction, _ExtendAction
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,22 @@ def _mapping(path: str) -> dict[Any, Any]:
 
     try:
         value = yaml.safe_load(Path(path).read_text("utf-8"))
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
+    except yaml.YAMLError as error:
+        raise ConfigFileError(f"--config {path}{_place(error)}") from None
+    except OSError as error:
+        raise ConfigFileError(f"--config {path}: {error.strerror}") from None
+    except UnicodeError as error:
         raise ConfigFileError(f"--config {path}: {error}") from None
     if not isinstance(value, dict):
         raise ConfigFileError(f"--config {path}: the file must hold names of flags and their values")
     return value
+
+
+def _place(error: Exception) -> str:
+    """What the parser says, in one line, behind the line that it says it of."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    where = "" if mark is None else f", line {mark.line + 1}"
+    return f"{where}: it is neither YAML nor JSON: {' '.join(str(problem or error).split())}"
 
 
 def _words(path: str, name: str, action: argparse.Action, value: Any) -> list[str]:
@@ -64,6 +76,8 @@ def _words(path: str, name: str, action: argparse.Action, value: Any) -> list[st
             return [f"--{name}"]
         return [f"--no-{name}"] if isinstance(action, argparse.BooleanOptionalAction) else []
     values = value if isinstance(value, list) else [value]
+    if isinstance(value, list) and not isinstance(action, (_AppendAction, _ExtendAction)):
+        raise ConfigFileError(f"{path}: {name} takes one value, got a list of {len(value)}")
     return [f"--{name}={_scalar(path, name, item)}" for item in values]
 
 

@@ -1,7 +1,8 @@
 """POST /v1/fault_tolerance/apply and GET /v1/fault_tolerance/status, in vLLM's shapes; also without /v1.
 
-They exist with `--enable-fault-tolerance` only, and always behind the key. A well-formed command is answered with 202
-at once, whatever becomes of it: `status` tells, under its rank's `last_command`.
+They exist with `--enable-fault-tolerance` only, and always behind the key. A command that is malformed, or names ranks
+that there are not, is a 400. Any other is answered with 202 at once, whatever becomes of it, for what it may do depends
+on states that change meanwhile: `status` tells, under its rank's `last_command`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 
 from slipring.http.errors import ApiError, bad_request
 from slipring.http.exchange import ApiRequest, ApiResponse
-from slipring.runtime.fault_tolerance import INSTRUCTIONS, FaultToleranceRequest
+from slipring.runtime.fault_tolerance import INSTRUCTIONS, BadCommand, FaultToleranceRequest
 
 if TYPE_CHECKING:
     from slipring.runtime.engine import Engine
@@ -36,6 +37,10 @@ class ApplyBody(msgspec.Struct):
 
 async def apply(engine: Engine, request: ApiRequest) -> ApiResponse:
     command = read_command(await request.read())
+    try:
+        engine.fault_tolerance.check(command)
+    except BadCommand as error:
+        raise bad_request(f"{error}.", error.param) from None
     task = asyncio.ensure_future(engine.fault_tolerance.apply(command))
     _running.add(task)
     task.add_done_callback(_done)

@@ -48,6 +48,14 @@ class CommandRefused(Exception):
     """The message says why."""
 
 
+class BadCommand(Exception):
+    """Whatever state the replicas are in, the command names something that there is not; `param` is where."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 class FaultTolerance:
     """Carries commands out on the replicas of one engine."""
 
@@ -56,6 +64,12 @@ class FaultTolerance:
         self._results: OrderedDict[str, FaultToleranceResult | None] = OrderedDict()
         """By request id; None while it is being carried out. A command that comes twice is carried out once."""
         self._last_of_rank: dict[int, FaultToleranceRequest] = {}
+
+    def check(self, request: FaultToleranceRequest) -> None:
+        """What can be said before anything is done, whatever the replicas are up to. Raises BadCommand."""
+        name = "removed_dp_ranks" if request.instruction == "scale_down" else "dp_ranks"
+        if name in request.params or request.instruction == "scale_down":
+            self._check_ranks(request.params.get(name), name)
 
     async def apply(self, request: FaultToleranceRequest) -> FaultToleranceResult | None:
         """Carry it out, and wait for what becomes of it. None: a request of this id is under way."""
@@ -151,11 +165,19 @@ class FaultTolerance:
 
     def _by_ranks(self, ranks: Any, name: str) -> list[Replica]:
         """Raises CommandRefused unless these are ranks."""
+        try:
+            return self._check_ranks(ranks, name)
+        except BadCommand as error:
+            raise CommandRefused(str(error)) from None
+
+    def _check_ranks(self, ranks: Any, name: str) -> list[Replica]:
+        """Raises BadCommand."""
         if not isinstance(ranks, list) or not ranks or not all(type(rank) is int for rank in ranks):
-            raise CommandRefused(f"`{name}` must be a list of one or more ranks")
+            raise BadCommand(f"`{name}` must be a list of one or more ranks", f"params.{name}")
         most = len(self._replicas) - 1
         if outside := [rank for rank in ranks if not 0 <= rank <= most]:
-            raise CommandRefused(f"`{name}` holds {outside}, which are no ranks: there are 0 to {most}")
+            known = "there is rank 0 alone" if most == 0 else f"there are 0 to {most}"
+            raise BadCommand(f"`{name}` holds {outside}, which are no ranks: {known}", f"params.{name}")
         return [self._replicas[rank] for rank in dict.fromkeys(ranks)]
 
     def _check_removal(self, params: dict[str, Any]) -> list[Replica]:

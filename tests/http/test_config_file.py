@@ -45,13 +45,18 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
     [
         ("prot: 1", "Did you mean port?"), ("enable-prefix-cachin: true", "enable-prefix-caching"), ("[1]", "names"),
         ("port: {a: 1}", "port must be"), ("enable-prefix-caching: 3", "true or false"), ("a: [", "slipring.yaml"),
-        ("config: x", "no flag"), ("port: true", "port must be"), ("port: many", "--port"), ("zzz: 1", "no flag 'zzz'"),
+        ("config: x", "no flag"), ("port: true", "port must be"), ("port: many", "--port"),
+        ("port: [1, 2]", "port takes one value, got a list of 2"), ("port: [1]", "port takes one value"),
+        ("model: [a]", "model must be a text"), ("port: [", "slipring.yaml, line 1: it is neither YAML nor JSON: "),
+        ("port: 1\n  a: b", "slipring.yaml, line 2: it is neither YAML nor JSON: mapping values are not allowed here"),
+        ("a: \0", "slipring.yaml: it is neither YAML nor JSON: "), ("zzz: 1", "no flag 'zzz'"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told(tmp_path: Path, text: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         parsed(tmp_path, text, "m")
-    assert stopped.value.code == 2 and hint in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert stopped.value.code == 2 and hint in told and (told.startswith("usage") or told.count("\n") == 1)
 
 
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

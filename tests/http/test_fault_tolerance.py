@@ -48,6 +48,13 @@ def call(server: Server, path: str, body: Any = None, headers: dict[str, str] = 
         ({"instruction": "retry", "params": []}, "'params' must be an object."),
         ({"instruction": "retry", "request_id": ""}, "'request_id'"),
         ({"instruction": "retry", "request_id": 7}, "'request_id'"),
+        (
+            {"instruction": "drain", "params": {"dp_ranks": [1, 7]}},
+            "`dp_ranks` holds [7], which are no ranks: there are 0 to 1.",
+        ),
+        ({"instruction": "retry", "params": {"dp_ranks": "0"}}, "`dp_ranks` must be a list of one or more ranks."),
+        ({"instruction": "scale_down"}, "`removed_dp_ranks` must be a list of one or more ranks."),
+        ({"instruction": "scale_down", "params": {"removed_dp_ranks": [-1]}}, "`removed_dp_ranks` holds [-1]"),
     ],
 )
 def test_malformed_commands(two: Server, prefix: str, body: Any, words: str) -> None:

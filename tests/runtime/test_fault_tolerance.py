@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from slipring.runtime.engine import Engine, HealthState
-from slipring.runtime.fault_tolerance import FaultToleranceRequest, FaultToleranceResult
+from slipring.runtime.fault_tolerance import BadCommand, FaultToleranceRequest, FaultToleranceResult
 from slipring.runtime.request import EngineDeadError
 from slipring.runtime.supervisor import State
 from tests.runtime.test_engine import ask, run, running, submit
@@ -99,6 +99,29 @@ def test_what_scale_down_refuses_changes_nothing(params: dict[str, Any], words: 
             result = await apply(engine, "scale_down", **params)
             assert not result.success and words in str(result.reason)
             assert [replica.state for replica in engine.replicas] == [State.UNHEALTHY, State.HEALTHY]
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("instruction", "params", "param"),
+    [
+        ("drain", {"dp_ranks": [7]}, "dp_ranks"),
+        ("replace", {"dp_ranks": []}, "dp_ranks"),
+        ("retry", {"dp_ranks": [0.0]}, "dp_ranks"),
+        ("scale_down", {}, "removed_dp_ranks"),
+        ("scale_down", {"removed_dp_ranks": [1]}, "removed_dp_ranks"),
+    ],
+)
+def test_ranks_that_there_are_not_are_known_before_anything_is_done(
+    instruction: str, params: dict[str, Any], param: str
+) -> None:
+    async def scenario() -> None:
+        async with running() as engine:
+            with pytest.raises(BadCommand, match=r"one or more ranks|there is rank 0 alone") as caught:
+                engine.fault_tolerance.check(FaultToleranceRequest(instruction, params, "x"))
+            assert caught.value.param == f"params.{param}"
+            engine.fault_tolerance.check(FaultToleranceRequest("drain", {"dp_ranks": [0]}, "y"))
 
     run(scenario())
 
