@@ -2,8 +2,8 @@
 
     2026-11-30T12:00:00.250Z 200 POST /v1/chat/completions id=4f.. duration=0.412s ttft=0.018s tokens=31+64 stop
 
-Health checks and scrapes that went well are left out. What clients chose stands in there without anything but
-printable ASCII, and shortened.
+Health checks and scrapes that went well, or came while the server started, are left out. What clients chose stands in
+there without anything but printable ASCII, and shortened.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ class AccessLog:
 
     def __call__(self, records: Sequence[Record]) -> None:
         """A `reporter.Sink`."""
-        lines = [line(record) for record in records if record.route not in _QUIET or record.status >= 400]
+        lines = [line(record) for record in records if not _is_quiet(record)]
         if lines:
             self._out.write("\n".join(lines) + "\n")
             self._out.flush()
+
+
+def _is_quiet(record: Record) -> bool:
+    return record.route in _QUIET and not record.failed and not 400 <= record.status < 500
 
 
 def line(record: Record) -> str:

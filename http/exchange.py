@@ -57,6 +57,8 @@ class ApiResponse:
     headers: dict[str, str] = field(default_factory=dict)
     work: Work | None = None
     """What the engine does for it."""
+    expected: bool = False
+    """A 5xx that is no failure: a probe comes while the server starts."""
 
     @classmethod
     def json(cls, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> ApiResponse:

@@ -10,7 +10,9 @@ _RETRY_AFTER = {"Retry-After": "1"}
 def ready(state: str, reason: str | None) -> ApiResponse:
     if state == "healthy":
         return ApiResponse.json({"status": "ok"})
-    return ApiResponse.json({"status": state, "reason": reason}, 503, _RETRY_AFTER)
+    answer = ApiResponse.json({"status": state, "reason": reason}, 503, _RETRY_AFTER)
+    answer.expected = state == "starting"
+    return answer
 
 
 def live(state: str, reason: str | None) -> ApiResponse:

@@ -30,7 +30,7 @@ class Record:
     """`chat`, `text_completion`, ...: what the route makes the model do."""
     status: int
     failed: bool
-    """A 5xx, or a stream that ended with an error."""
+    """A 5xx that was not to be expected, or a stream that ended with an error."""
     began_ns: int
     """Since 1970."""
     began: float
@@ -57,6 +57,7 @@ def record(request: ApiRequest, route: str, operation: str | None, response: Api
     stream = response.body if response is not None and isinstance(response.body, FrameStream) else None
     left = response is None or (stream is not None and stream.cancelled)
     status = CLIENT_LEFT if response is None or left else response.status
+    expected = response is not None and response.expected
     return Record(
         request_id=request.request_id,
         method=request.method,
@@ -64,7 +65,7 @@ def record(request: ApiRequest, route: str, operation: str | None, response: Api
         route=route,
         operation=operation,
         status=status,
-        failed=status >= 500 or (stream is not None and stream.failed),
+        failed=(status >= 500 and not expected) or (stream is not None and stream.failed),
         began_ns=request.began_ns,
         began=request.began,
         ended=time.monotonic(),

@@ -20,6 +20,7 @@ from slipring.http.access_log import AccessLog, line
 from slipring.http.record import Record
 from slipring.http.reporter import Reporter
 from slipring.http.tracing import SpanExporter
+from slipring.runtime.engine import HealthState
 from tests.http.calls import CHAT, COMPLETIONS, HELLO
 from tests.http.engine_double import EngineDouble
 from tests.http.test_server import on_uvloop, raw_post, serving_api, until
@@ -99,6 +100,26 @@ def test_a_line_of_the_access_log() -> None:
     first, second = out.getvalue().splitlines()
     assert first == "2023-11-14T22:13:20.250Z 200 GET /v1/models id=r1 duration=0.500s"
     assert " 503 " in second and second.endswith("failed")
+
+
+def test_probes_while_the_server_starts_are_no_failures() -> None:
+    records: list[Record] = []
+
+    async def main() -> None:
+        engine = EngineDouble()
+        engine.state = HealthState.STARTING
+        async with serving_api(engine) as (api, port), aiohttp.ClientSession() as client:
+            api.reporters = (Reporter(records.extend),)
+            for path in ("/health", "/v1/models"):
+                async with client.get(f"http://127.0.0.1:{port}{path}") as response:
+                    assert response.status in (200, 503)
+            await until(lambda: len(records) == 2, "both are told")
+
+    on_uvloop(main)
+    out = io.StringIO()
+    AccessLog(out)(records)
+    probe = next(found for found in records if found.route == "/health")
+    assert (probe.status, probe.failed) == (503, False) and "/health" not in out.getvalue()
 
 
 def test_no_client_can_forge_a_line() -> None:
