@@ -16,9 +16,11 @@ import msgspec
 from slipring.http.errors import ApiError, bad_request
 
 
-class StreamOptions(msgspec.Struct):
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+    """OpenAI pads its chunks against who counts bytes on the line; here there is nothing to switch."""
 
 
 class RemoteKv(msgspec.Struct):
@@ -92,6 +94,8 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     guided_grammar: Any = None
     # Known, and refused while they are not supported: silently ignoring them would give a wrong answer.
     use_beam_search: Any = None
+    early_stopping: Any = None
+    logits_processors: Any = None
     length_penalty: Any = None
 
 
@@ -156,6 +160,7 @@ class ChatBody(SamplingBody, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: Any = None
+    modalities: Any = None
     functions: Any = None
     function_call: Any = None
 

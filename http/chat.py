@@ -77,6 +77,7 @@ async def plan_chat(model: ServedModel, body: ChatBody, size: int) -> Plan:
     echo = conversation.prefill(body.messages) if body.echo and body.messages else ""
     check_min_tokens(body, max_tokens)
     structured_output(body)
+    _refuse_modalities(body)
     use = check_tools(body)
     cut = cut_of(model, body.truncate_prompt_tokens, body.truncation_side, "left", max_tokens or 1)
     text, token_ids = await _encode(model, body, use, size, may_be_long=cut is not None)
@@ -108,6 +109,12 @@ def _max_tokens(body: ChatBody) -> int | None:
     check_max_tokens(body.max_tokens, "max_tokens")
     check_max_tokens(body.max_completion_tokens, "max_completion_tokens")
     return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+
+
+def _refuse_modalities(body: ChatBody) -> None:
+    if body.modalities not in (None, [], ["text"]):
+        message = '`modalities` must be ["text"]: this model writes nothing else.'
+        raise bad_request(message, "modalities", "unsupported_parameter")
 
 
 def _logprobs(body: ChatBody) -> int:

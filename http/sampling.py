@@ -37,7 +37,7 @@ _BIAS = Range(-100, 100)
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields that a request and a model's recommendation share."""
 _RANGED = ("presence_penalty", "frequency_penalty", "seed", "priority", "min_tokens", "prompt_logprobs")
-_UNSUPPORTED = ("use_beam_search", "prompt_embeds")
+_UNSUPPORTED = ("use_beam_search", "early_stopping", "logits_processors", "prompt_embeds")
 
 
 class SamplingRules:

@@ -28,7 +28,7 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 async def compile_calls(engine: Engine, use: ToolUse, output: OutputForm) -> Grammar:
     """Raises ApiError, naming the tool whose schema cannot be followed."""
-    names = list(use.schemas)
+    names = use.names or tuple(use.schemas)
     for name in use.forced:
         where = f"tools[{names.index(name)}].function.parameters"
         spec = GrammarSpec("json_schema", _json(use.schemas[name], where))

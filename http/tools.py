@@ -30,6 +30,8 @@ class ToolUse:
     """A call of one of these must come. Empty: the model chooses."""
     limit: int = MANY
     """Most calls in one answer."""
+    names: tuple[str, ...] = ()
+    """Of all tools of the request, also those that are not allowed, for errors."""
 
 
 def check_tools(body: ChatBody) -> ToolUse | None:
@@ -37,14 +39,35 @@ def check_tools(body: ChatBody) -> ToolUse | None:
     _refuse_functions(body)
     tools = body.tools or []
     schemas = check_definitions(tools)
-    choice = body.tool_choice
+    choice, tools = _allowed(body.tool_choice, tools)
+    names, schemas = tuple(schemas), {tool["function"]["name"]: schemas[tool["function"]["name"]] for tool in tools}
     if not tools and choice not in (None, "none", "auto"):
         raise bad_request("`tool_choice` needs `tools` to choose from.", "tool_choice")
     forced = _forced(choice, schemas)
     if not tools or choice == "none":
         return None
     single = body.parallel_tool_calls is False or isinstance(choice, dict)
-    return ToolUse(tools, schemas, forced, 1 if single else MANY)
+    return ToolUse(tools, schemas, forced, 1 if single else MANY, names)
+
+
+def _allowed(
+    choice: str | dict[str, Any] | None, tools: list[dict[str, Any]]
+) -> tuple[str | dict[str, Any] | None, list[dict[str, Any]]]:
+    """The choice, and the tools to choose from: of `{"type": "allowed_tools", ...}` its mode, and those it names."""
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return choice, tools
+    where = "tool_choice.allowed_tools"
+    given = choice.get("allowed_tools", choice)
+    if not isinstance(given, dict) or given.get("mode", "auto") not in ("auto", "required"):
+        raise _bad(f"{where}.mode", 'must be "auto" or "required"')
+    allowed = given.get("tools")
+    if not isinstance(allowed, list) or not allowed or not all(isinstance(tool, dict) for tool in allowed):
+        raise _bad(f"{where}.tools", 'must be a list of {"type": "function", "function": {"name": ...}}')
+    known = {tool["function"]["name"] for tool in tools}
+    names = {_named(tool) for tool in allowed}
+    if missing := names - known:
+        raise _bad(f"{where}.tools", f"names {min(missing)[:64]!r}, which is not among `tools`")
+    return given.get("mode", "auto"), [tool for tool in tools if tool["function"]["name"] in names]
 
 
 def _forced(choice: str | dict[str, Any] | None, schemas: dict[str, Any]) -> tuple[str, ...]:
@@ -73,7 +96,8 @@ def _named(choice: Any) -> str:
         if isinstance(function, dict) and isinstance(function.get("name"), str) and function["name"]:
             return function["name"]
     raise bad_request(
-        '`tool_choice` must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}.',
+        '`tool_choice` must be "none", "auto", "required", {"type": "function", "function": {"name": ...}} or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}.',
         "tool_choice",
     )
 

@@ -145,6 +145,13 @@ def test_text_parts_are_joined_as_they_are() -> None:
     assert rendered(user([])) == rendered(user(""))
 
 
+def test_what_changes_an_answer_and_cannot_be_is_refused_and_what_nobody_knows_is_ignored() -> None:
+    assert refusal({"modalities": ["text", "audio"]})["param"] == "modalities"
+    assert refusal({"stream": True, "stream_options": {"zzz": 1}})["param"] == "stream_options.zzz"
+    body = {"messages": HELLO, "modalities": ["text"], "zzz": 1, "early_stopping": False}
+    assert call(make_api(), "POST", CHAT, body).status == 200
+
+
 def test_roles() -> None:
     messages = [
         {"role": "system", "content": "S"},

@@ -69,6 +69,7 @@ def test_the_models_advice_comes_before_openais_defaults_and_after_the_request()
         {"prompt_logprobs": 21}, {"prompt_logprobs": -1}, {"prompt_logprobs": VOCAB}, {"prompt_logprobs": VOCAB - 1},
         {"cache_salt": "s" * (1 << 20)}, {"min_tokens": 9, "max_tokens": 8},
         {"truncate_prompt_tokens": -2}, {"use_beam_search": True}, {"length_penalty": 2},
+        {"early_stopping": True}, {"logits_processors": ["a.b"]},
     ],
     ids=lambda fields: str(fields)[:50],
 )  # fmt: skip

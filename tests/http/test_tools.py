@@ -130,6 +130,29 @@ def test_a_call_cut_off_by_a_stop_is_text_in_other_apis(path: str) -> None:
     assert item["type"] in ("text", "output_text") and item["text"] == half
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}}
+
+
+def test_only_allowed_tools_are_shown_and_forced() -> None:
+    engine = EngineDouble("x", max_model_len=4000, template=TEMPLATE)
+    served = make_api(engine)
+    for mode in ("auto", "required"):
+        choice(served, **allowed(mode, "put"))
+        request = engine.requests[-1]
+        prompt = bytes(request.prompt_token_ids).decode()
+        assert '"put"' in prompt and '"get"' not in prompt
+        assert (request.grammar is not None) is (mode == "required")
+        assert request.grammar is None or '"city' not in request.grammar.text
+    for wrong, param in (
+        (allowed("maybe", "put"), "tool_choice.allowed_tools.mode"),
+        (allowed("auto"), "tool_choice.allowed_tools.tools"),
+        (allowed("auto", "other"), "tool_choice.allowed_tools.tools"),
+    ):
+        assert refused(call(served, "POST", CHAT, {**TOOLS, **wrong}))["param"] == param
+
+
 def test_no_tools_no_parsing() -> None:
     for more in ({"tool_choice": "none"}, {"tools": None}, {"tools": [], "tool_choice": "auto"}):
         found = choice(api(CALL), **more)
