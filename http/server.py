@@ -242,7 +242,13 @@ async def _read_body(request: web.BaseRequest, config: ServerConfig) -> bytes:
     except TimeoutError:
         raise ApiError(408, "The body did not arrive in time.", code="request_timeout") from None
     except web.RequestPayloadError as error:
-        raise bad_request(f"The body cannot be read: {error}.", code="invalid_body") from None
+        logger.debug("a body that cannot be read: %s", error)
+        what = (
+            f"it is not valid {encoding}"
+            if encoding not in ("", "identity")
+            else "it broke off, or its framing is wrong"
+        )
+        raise bad_request(f"The body cannot be read: {what}.", code="invalid_body") from None
 
 
 def _open_transport(request: web.BaseRequest) -> asyncio.Transport:

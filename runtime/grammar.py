@@ -207,19 +207,19 @@ _MOST_WORDS = 500
 """Characters of a reason: it may quote the schema, which may be half a megabyte."""
 
 
-_OPTIONS = re.compile(r"[.;,]?\s*(?:[Ee]nable|[Ss]et) '[a-z_]+' option[^.;]*[.;]?")
-"""Of llguidance's: nobody who reads this can set them."""
+_OPTIONS = re.compile(r"[.;,]?\s*Enable 'coerce_one_of' option[^.;]*[.;]?")
+"""Of llguidance's: nobody who reads this can set it, and what it would do can be said in the schema."""
 
 
 def _reason(spec: GrammarSpec, error: str) -> str:
     """What llguidance says, and for a schema the part of it that it says it of."""
     words = error.split("<state>")[0].split("<non-verbose/>")[0].strip()
-    words = _OPTIONS.sub("", words)
+    words = _OPTIONS.sub(": use anyOf", words)
     if words.startswith("NoExtension"):
         words = _NOTHING
     if spec.kind != "json_schema":
         return words
-    place = _place(orjson.loads(spec.value), words)
+    place = _place(orjson.loads(spec.value), words.removesuffix(": use anyOf"))
     return f"{words} (at {place})" if place else words
 
 

@@ -177,6 +177,8 @@ def _checked(config: SpeculativeConfig, given: Iterable[str]) -> SpeculativeConf
             f"model must be the directory of a head, with {' or '.join(files)} (slipring train-draft makes one); "
             f"got {config.model!r}"
         )
+    if files and config.model and (other := _method_of(Path(config.model))) not in (None, config.method):
+        raise SpeculationError(f"method is {config.method}, but the head in {config.model} is one for {other}")
     low, high = config.prompt_lookup_min, config.prompt_lookup_max
     for key, value in (("prompt_lookup_min", low), ("prompt_lookup_max", high)):
         if value is not None and not 1 <= value <= 64:
@@ -184,6 +186,19 @@ def _checked(config: SpeculativeConfig, given: Iterable[str]) -> SpeculativeConf
     if low is not None and high is not None and low > high:
         raise SpeculationError(f"prompt_lookup_min ({low}) must not be above prompt_lookup_max ({high})")
     return config
+
+
+def _method_of(head: Path) -> str | None:
+    """What a head's config.json says that it is for, if it says so: ours by a name, published ones by their keys."""
+    try:
+        said = msgspec.json.decode((head / "config.json").read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return None
+    if not isinstance(said, dict):
+        return None
+    if said.get("method") in FIXED_TREES:
+        return str(said["method"])
+    return "medusa" if "medusa_num_heads" in said else None
 
 
 def _check_tree(config: SpeculativeConfig) -> None:

@@ -122,6 +122,8 @@ def of_size(gibibytes: float) -> KvTransferConfig:
     """`--kv-offloading-size`. Raises ValueError."""
     if not math.isfinite(gibibytes):
         raise ValueError(f"must be a number of GiB, got {gibibytes}")
+    if gibibytes * 2**30 < 1:
+        raise ValueError(f"must be more than 0 GiB, got {gibibytes:g}")
     extra = ExtraConfig(cpu_bytes_to_use=int(gibibytes * 2**30))
     _check(extra)
     return KvTransferConfig(kv_connector_extra_config=extra)
@@ -202,10 +204,35 @@ _FIELDS = [
 ]
 
 
+_AT = re.compile(r" - at `(?P<path>[^`]+)`$")
+_VALUE = re.compile(r"Invalid (?:enum )?value (?P<value>'[^']*')")
+_EXPECTED = re.compile(r"Expected `(?P<wanted>[^`]+)`, got `(?P<got>[^`]+)`")
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "kv_connector": ("OffloadingConnector",),
+    "kv_role": ("kv_both", "kv_producer", "kv_consumer"),
+    "kv_load_failure_policy": ("recompute",),
+    "type": ("fs", "obj", "p2p"),
+}
+
+
+def _named(sentence: str) -> str:
+    """msgspec's "Expected `int`, got `str` - at `$.a.b`" in our words, on `a.b`."""
+    at = _AT.search(sentence)
+    path = at["path"].removeprefix("$").lstrip(".") if at is not None else ""
+    choices = _CHOICES.get(path.rpartition(".")[2])
+    if (value := _VALUE.match(sentence)) is not None and choices is not None:
+        return f"`{path}` must be {' or '.join(choices)}; got {value['value']}"
+    if (expected := _EXPECTED.match(sentence)) is not None:
+        wanted = expected["wanted"].replace(" | ", " or ")
+        return f"{f'`{path}`' if path else 'it'} must be of type {wanted}, got {expected['got']}"
+    words = sentence if at is None else sentence[: at.start()]
+    return f"`{path}`: {words}" if path else words
+
+
 def _explain(sentence: str) -> str:
     unknown = _UNKNOWN.match(sentence)
     if unknown is None:
-        return sentence
+        return _named(sentence)
     near = difflib.get_close_matches(unknown["field"], _FIELDS, n=1)
     hint = f"; did you mean `{near[0]}`?" if near else ""
     return f"unknown key `{unknown['field']}`{hint}"

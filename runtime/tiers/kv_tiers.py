@@ -208,7 +208,8 @@ def _usable(tier: SecondaryTier, make: Callable[[], PageStore]) -> PageStore:
         return make()
     except OSError as error:
         kind = tier.__struct_config__.tag
-        raise TierSetupError(f"the KV tier of type {kind!r} cannot be used: {error}") from error
+        what = f"`root_dir` {tier.root_dir!r}: {error.strerror or error}" if isinstance(tier, FileTier) else str(error)
+        raise TierSetupError(f"the KV tier of type {kind!r} cannot be used: {what}") from error
 
 
 def _object_store(tier: ObjectTier, identity: bytes, page_bytes: int) -> PageStore:

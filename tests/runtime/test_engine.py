@@ -582,6 +582,17 @@ def test_start_up_failures_are_told_with_the_workers_last_words() -> None:
         run(hangs())
 
 
+def test_a_directory_that_cannot_be_a_tier_is_named() -> None:
+    extra = {"cpu_bytes_to_use": 1 << 24, "secondary_tiers": [{"type": "fs", "root_dir": "/proc/nope"}]}
+
+    async def scenario() -> None:
+        async with running(kv_transfer_config=json.dumps({"kv_connector_extra_config": extra})):
+            pass
+
+    with pytest.raises(StartupError, match="`root_dir` '/proc/nope': No such file or directory"):
+        run(scenario())
+
+
 def test_a_start_of_many_replicas_ends_at_a_signal_before_the_last_is_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
     """One spawn may take long, on a machine that is short of something; a thousand of them in a row took no signal."""
     epochs: list[Epoch] = []

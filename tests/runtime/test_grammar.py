@@ -125,3 +125,10 @@ def test_what_could_never_be_followed_to_its_end_is_refused_before_an_answer_beg
     with pytest.raises(InvalidRequestError, match=words) as caught:
         compile_(kind, value)
     assert caught.value.param == "field"
+
+
+def test_what_a_schema_cannot_say_is_told_without_options_that_nobody_can_set() -> None:
+    schema = {"properties": {"a": {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}}}
+    with pytest.raises(InvalidRequestError, match=r"use anyOf \(at properties\.a\)") as caught:
+        compile_("json_schema", json.dumps(schema))
+    assert "option" not in str(caught.value)

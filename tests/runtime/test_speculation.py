@@ -154,3 +154,17 @@ def test_eagle3_is_eagle(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     config = parse_speculation(f'{{"method": "eagle3", "model": "{tmp_path}"}}')
     assert config.method == "eagle"
+
+
+@pytest.mark.parametrize(
+    ("method", "said", "other"),
+    [("medusa", '{"method": "eagle"}', "eagle"), ("eagle", '{"medusa_num_heads": 3}', "medusa")],
+)
+def test_a_head_for_another_method_is_told_before_anything_loads(
+    tmp_path: Path, method: str, said: str, other: str
+) -> None:
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "config.json").write_text(said)
+    with pytest.raises(SpeculationError, match=f"method is {method}, but the head in .* is one for {other}"):
+        parse_speculation(f'{{"method": "{method}", "model": "{tmp_path}"}}')
+    assert parse_speculation(f'{{"method": "{other}", "model": "{tmp_path}"}}').method == other

@@ -39,8 +39,9 @@ def test_what_vllm_users_write() -> None:
 
 def test_the_short_form() -> None:
     assert of_size(0.5).kv_connector_extra_config.cpu_bytes_to_use == 1 << 29
-    with pytest.raises(ValueError, match="at least 1"):
-        of_size(0)
+    for too_small in (0, -4):
+        with pytest.raises(ValueError, match=f"must be more than 0 GiB, got {too_small}"):
+            of_size(too_small)
     for nothing in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="number of GiB"):
             of_size(nothing)
@@ -110,7 +111,17 @@ def test_roles_are_about_peers() -> None:
         (with_role("kv_consumer", SERVES), "with `peers`"),
         (with_role("kv_both", SERVES, SERVES), "only one"),
         (with_role("kv_neither", ASKS), "kv_neither"),
-        ('{"kv_connector": "NixlConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1}}', "NixlConnector"),
+        (
+            '{"kv_connector": "NixlConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1}}',
+            "`kv_connector` must be OffloadingConnector; got 'NixlConnector'",
+        ),
+        (
+            '{"kv_role": "x", "kv_connector_extra_config": {"cpu_bytes_to_use": 1}}',
+            "must be kv_both or kv_producer or kv_consumer; got 'x'",
+        ),
+        (extra(store_threshold="a"), "`kv_connector_extra_config.store_threshold` must be of type int, got str"),
+        (extra(secondary_tiers=[{"type": "zip"}]), "must be fs or obj or p2p; got 'zip'"),
+        ("[]", "it must be of type object, got array"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, words: str) -> None:
