@@ -6,7 +6,8 @@ its prompt and those tokens. They are computed again (a preemption does the same
 strings go on where they were.
 
 The sentinel (`supervisor.py`) decides, this acts: each action of its table is one method here. Whoever watches is told
-of a new state before anything is done about it. Everything in here runs on the event loop's thread.
+of a new state before anything is done about it. Workers are begun and ended by `epochs.py`. Everything in here runs on
+the event loop's thread.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Container, Coroutine
-from typing import Any, Protocol
+from collections.abc import Callable, Container
+from typing import Protocol
 
 from slipring.runtime.config import ResolvedConfig
-from slipring.runtime.epoch import Epoch
+from slipring.runtime.epochs import Epochs
 from slipring.runtime.fault import Fault
-from slipring.runtime.flight_recorder import FlightRecorder, Record, record_of
 from slipring.runtime.garbage import IdleCollector, NullCollector
 from slipring.runtime.metrics import Metrics
 from slipring.runtime.readmission import share_prefixes
@@ -36,18 +36,11 @@ from slipring.scheduler.offload.port import NullOffload, OffloadPort
 from slipring.scheduler.request import Request, RequestStatus
 from slipring.scheduler.scheduler import Scheduler
 from slipring.scheduler.step import Counters
-from slipring.scheduler.step_cost import StepCost
 from slipring.shm import wire
 from slipring.shm.spec import ModelSpec
 from slipring.shm.weights import WeightSegment
 
 logger = logging.getLogger(__name__)
-
-_REAP_S = 10.0
-"""A killed worker that is not gone after so long never will be (it hangs in the kernel)."""
-_RETIRE_S = 2.0
-_LAST_STORES_S = 0.5
-"""For blocks that are on their way into the tiers when the engine stops."""
 
 
 class ReplicaDeadError(Exception):
@@ -96,10 +89,9 @@ class Replica:
         """`weights`, `rendezvous` and `tiers` are all replicas'. Raises OSError when shared memory is short."""
         self.rank = config.rank
         self._config = config
-        self._spec = spec
+        self._vocab_size = spec.vocab_size
         self._weights = weights
         self._watcher = watcher
-        self._rendezvous = rendezvous
         self._tiers = tiers
         self._sentinel = Sentinel()
         self._loop = asyncio.get_running_loop()
@@ -107,35 +99,27 @@ class Replica:
         self._counters = Counters()
         self.metrics = Metrics()
         self._restarts = RestartPolicy()
-        self._cost = StepCost()
-        """A new worker's steps cost what the last one's did."""
-        self._recorder = FlightRecorder(config.user.flight_recorder_dir)
         self._collector: NullCollector | IdleCollector = NullCollector()
         self._started: asyncio.Future[wire.Ready] = self._loop.create_future()
-        self._num_epochs = 0
-        self._spare: StepLoop | None = None
-        """An epoch that has begun before it is needed."""
-        self._leaving: set[StepLoop] = set()
-        """Spares that are not needed any more, and whose workers are not reaped yet."""
-        self._parting: StepLoop | None = None
-        """The step loop that has nothing to do any more. Its worker may break now."""
         self._is_closed = False
         self._is_frozen = False
         self._changed = asyncio.Event()
         """Set with each new state."""
-        self._work: set[asyncio.Task[None]] = set()
-        self._changing = asyncio.Lock()
-        """Held while one epoch is taken apart, or the next one is made."""
         self._recovery_timer: asyncio.TimerHandle | None = None
         self.fault: Fault | None = None
         """The last one, and why the replica is not healthy."""
-        self.step_loop = self._new_loop()
+        tier = None if tiers is None else tiers.segment
+        self.epochs = Epochs(config, spec, weights, rendezvous, tier, self)
 
     # --- what others ask ----------------------------------------------------------------------------------------
 
     @property
     def state(self) -> State:
         return self._sentinel.state
+
+    @property
+    def step_loop(self) -> StepLoop:
+        return self.epochs.current
 
     @property
     def scheduler(self) -> Scheduler | None:
@@ -168,7 +152,7 @@ class Replica:
     @property
     def has_spare(self) -> bool:
         """A spare worker is ready to take over."""
-        return self._spare is not None and self._spare.epoch.ready is not None
+        return self.epochs.spare is not None and self.epochs.spare.epoch.ready is not None
 
     @property
     def counters(self) -> Counters:
@@ -205,7 +189,7 @@ class Replica:
         """The pool's size is known: accept requests from now on. Raises ReplicaDeadError."""
         if self.state is not State.STARTING or self._is_closed:
             raise ReplicaDeadError("the replica is closed" if self._is_closed else f"the replica is {self.state.value}")
-        self._config = config
+        self._config = self.epochs.config = config
         self._on(Event.STARTED)
 
     def set_collector(self, collector: IdleCollector) -> None:
@@ -216,11 +200,7 @@ class Replica:
         self._is_closed = True
         self._changed.set()
         self._cancel_recovery_timer()
-        for task in self._work:
-            task.cancel()
-        self._drop_spare()
-        for loop in (self.step_loop, *self._leaving):
-            loop.close()
+        self.epochs.close()
         if not self._started.done():
             self._started.set_exception(ReplicaDeadError("the engine was stopped while it started"))
             self._started.exception()  # nobody need be waiting for it
@@ -229,12 +209,7 @@ class Replica:
         """Ask the worker to end, and make sure that it does."""
         if not self._is_closed:
             self._is_closed = True
-            self._drop_spare()
-            await self.step_loop.stored(_LAST_STORES_S)
-            self.step_loop.stop()
-            self.step_loop.epoch.ask_to_end()
-            leaving = [self.step_loop, *self._leaving]
-            await asyncio.gather(*(loop.epoch.reaped(timeout_s) for loop in leaving))
+            await self.epochs.shut_down(timeout_s)
         self.close()
 
     # --- requests -----------------------------------------------------------------------------------------------
@@ -294,13 +269,11 @@ class Replica:
         self._watcher.on_progress(progress)
 
     def on_fault(self, loop: StepLoop, fault: Fault) -> None:
-        if loop is self._parting:
-            return
-        if loop is self.step_loop and not self._is_closed:
+        if self.epochs.is_missed(loop) and not self._is_closed:
             self._on(fault.event, fault)
-        elif loop is self._spare:
+        elif loop is self.epochs.spare:
             logger.warning("replica %d loses its spare worker until it recovers next: %s", self.rank, fault.reason)
-            self._drop_spare()
+            self.epochs.drop_spare()
 
     def on_delivered(self, num_tokens: int, ended: list[Request]) -> None:
         if num_tokens:
@@ -346,7 +319,7 @@ class Replica:
         scheduler = Scheduler(
             self._config.scheduler(),
             self.step_loop.epoch.table,
-            self._spec.vocab_size,
+            self._vocab_size,
             self._make_offload,
             counters=self._counters,
         )
@@ -355,7 +328,7 @@ class Replica:
         self._watcher.on_replay(self, len(self._requests))
         for request in self._requests.ready():
             self.step_loop.add(request)
-        self._keep_spare()
+        self.epochs.keep_spare()
 
     def _make_offload(self, pool: BlockPool) -> OffloadPort:
         if self._tiers is None:
@@ -364,22 +337,21 @@ class Replica:
         return Offload(self._tiers.tiers, pool, block_size, loop.kick, loop.recompute_s, stats=self._tiers.device)
 
     def _end_epoch(self) -> None:
-        self.step_loop.stop()
-        self.step_loop.epoch.worker.kill()
+        self.epochs.kill()
         if self._config.user.on_fault == "abort":
             self._hand_over()
         if self._recovery_timer is None:
             timeout_s = self._config.user.engine_recovery_timeout_sec
             self._recovery_timer = self._loop.call_later(timeout_s, self._recovery_is_late)
-        self._run(self._take_apart())
+        self.epochs.run(self._take_apart())
 
     def _respawn(self) -> None:
-        self._parting = self.step_loop
-        self._run(self._start_epoch())
+        self.epochs.part()
+        self.epochs.run(self._start_epoch())
 
     def _respawn_fresh(self) -> None:
         self._weights.renew()
-        self._drop_spare()
+        self.epochs.drop_spare()
         self._respawn()
 
     def _stop_admission(self) -> None:
@@ -387,9 +359,9 @@ class Replica:
         self._tell_when_empty()
 
     def _retire(self) -> None:
-        self._drop_spare()
-        self._parting = self.step_loop
-        self._run(self._rest(self.step_loop))
+        self.epochs.drop_spare()
+        self.epochs.part()
+        self.epochs.run(self._rest(self.step_loop))
 
     def _hand_over(self) -> None:
         reason = self.fault.reason if self.fault else f"the replica is {self.state.value}"
@@ -401,45 +373,19 @@ class Replica:
             self._started.set_exception(ReplicaDeadError(fault.reason, fault.explained))
             self._started.exception()  # nobody need be waiting for it
         self._cancel_recovery_timer()
-        self.step_loop.stop()
-        self.step_loop.epoch.worker.kill()
-        self._drop_spare()
+        self.epochs.kill()
+        self.epochs.drop_spare()
         self._hand_over()
 
     # --- from one epoch to the next -----------------------------------------------------------------------------
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(work)
-        self._work.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._work.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("replica %d: a change of epochs failed", self.rank, exc_info=error)
-
-    def _new_loop(self) -> StepLoop:
-        self._num_epochs += 1
-        tier = None if self._tiers is None else self._tiers.segment
-        meeting = self._rendezvous.reserve()
-        epoch = Epoch(self._config, self._spec, self._num_epochs, self._weights, meeting, tier)
-        return StepLoop(epoch, self._config, self, self._cost)
-
     async def _take_apart(self) -> None:
         """After a fault: wait for the worker's end, keep what it had published, and go on if nobody need be asked."""
         loop = self.step_loop
-        async with self._changing:
-            if not await loop.epoch.reaped(_REAP_S):
+        async with self.epochs.changing:
+            if not await self.epochs.take_apart(self._on_salvaged):
                 self._on(Event.UNREAPABLE)
                 return
-            if not loop.epoch.closed:  # else there was no room for a new one: nothing ran that could tell anything
-                record = self._look_back(loop)
-                loop.salvage()
-                in_flight = loop.requests_in_flight()
-                self._search_guilty(in_flight)
-                loop.close()
-                self._offer(in_flight)
-                await self._write(loop, record)
         delay_s = self._restarts.next_delay_s(time.monotonic())
         if delay_s is None:
             self._on(Event.GAVE_UP)
@@ -448,82 +394,31 @@ class Replica:
             if self.step_loop is loop:
                 self._on(Event.AUTO_RECOVER)
 
-    def _look_back(self, loop: StepLoop) -> Record | None:
-        """None: it never ran (its worker could not be spawned), or its rings cannot be read."""
-        return None if loop.fault is None else record_of(self.rank, loop, loop.fault)
-
-    async def _write(self, loop: StepLoop, record: Record | None) -> None:
-        """Off the loop: nobody waits for a disk."""
-        if loop.fault is None:
-            return
-        path = None if record is None else await asyncio.to_thread(self._recorder.write, record)
-        told = f" (slipring blackbox {path})" if path is not None else ""
-        logger.error("replica %d, epoch %d: %s%s", self.rank, loop.epoch.number, loop.fault.reason, told)
-
     async def _start_epoch(self) -> None:
         """Make the next epoch, once nothing is left of the last one's worker."""
-        async with self._changing:
-            if await self._end_gently(self.step_loop):
-                self._parting = None
-                self._begin_epoch()
+        async with self.epochs.changing:
+            if not await self.epochs.end_gently():
+                self._on(Event.UNREAPABLE)
+            elif self.state is State.RECOVERING and not self._is_closed:  # else it was given up in the meantime
+                try:
+                    is_ready = self.epochs.begin_next()
+                except OSError as error:
+                    reason = f"there is no room for a new worker: {error}"
+                    self._on(Event.WORKER_EXIT, Fault(Event.WORKER_EXIT, reason))
+                else:
+                    if is_ready:
+                        self._on(Event.STARTED)
 
     async def _rest(self, loop: StepLoop) -> None:
         """There is nothing to do any more."""
-        async with self._changing:
-            if loop is self.step_loop and await self._end_gently(loop):
-                self._parting = None
-
-    async def _end_gently(self, loop: StepLoop) -> bool:
-        """What is on its way into the tiers arrives, the worker ends by itself, and everything is given back. False:
-        the worker cannot be got rid of."""
-        await loop.stored(_RETIRE_S)
-        loop.stop()
-        loop.epoch.ask_to_end()
-        if not await loop.epoch.reaped(_RETIRE_S):
-            loop.epoch.worker.kill()
-            if not await loop.epoch.reaped(_REAP_S):
+        async with self.epochs.changing:
+            if loop is self.step_loop and not await self.epochs.end_gently():
                 self._on(Event.UNREAPABLE)
-                return False
-        loop.close()
-        return True
 
-    def _begin_epoch(self) -> None:
-        """With the spare worker's, where there is one, else with a new worker's, which must start first."""
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            self.step_loop = spare
-            if spare.epoch.ready is not None:
-                self._on(Event.STARTED)
-            return
-        try:
-            self.step_loop = self._new_loop()
-            self.step_loop.spawn()
-        except OSError as error:
-            self._on(Event.WORKER_EXIT, Fault(Event.WORKER_EXIT, f"there is no room for a new worker: {error}"))
-
-    def _keep_spare(self) -> None:
-        """A worker that waits, model and all, for the one that serves to break."""
-        if not self._config.user.warm_spare or self._spare is not None:
-            return
-        try:
-            self._spare = self._new_loop()
-            self._spare.spawn()
-        except OSError as error:
-            logger.warning("replica %d has no spare worker: %s", self.rank, error)
-            self._drop_spare()
-
-    def _drop_spare(self) -> None:
-        spare, self._spare = self._spare, None
-        if spare is not None:
-            spare.stop()
-            spare.epoch.worker.kill()
-            self._leaving.add(spare)
-            self._run(self._let_leave(spare))
-
-    async def _let_leave(self, spare: StepLoop) -> None:
-        await spare.epoch.reaped(_REAP_S)
-        self._leaving.discard(spare)
-        spare.close()
+    def _on_salvaged(self, in_flight: list[Request]) -> None:
+        """Whoever waits for the next epoch, and whoever does not."""
+        self._search_guilty(in_flight)
+        self._offer(in_flight)
 
     def _search_guilty(self, in_flight: list[Request]) -> None:
         """The worker died under these."""

@@ -185,7 +185,7 @@ def test_a_warm_spare_takes_over_and_is_replaced() -> None:
 
 async def spare_of(engine: Engine) -> int:
     deadline = time.monotonic() + 60
-    while (spare := engine.replicas[0]._spare) is None or spare.epoch.ready is None:
+    while (spare := engine.replicas[0].epochs.spare) is None or spare.epoch.ready is None:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.002)
     return spare.epoch.worker.pid
@@ -228,7 +228,7 @@ def test_a_spare_that_breaks_as_it_is_needed_is_not_taken() -> None:
             await replica.settled([State.UNHEALTHY])
             while psutil.pid_exists(replica.worker_pid):
                 await asyncio.sleep(0.005)
-            spare = replica._spare
+            spare = replica.epochs.spare
             assert spare is not None
             # The change of epochs is on its way when the spare's death is seen, in the same turn of the loop.
             assert replica.command(Event.RETRY) is None

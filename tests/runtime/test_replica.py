@@ -1,6 +1,8 @@
-"""What a replica does with its requests when somebody intervenes between a fault and the end of its worker."""
+"""What a replica does when somebody intervenes between a fault and the next worker."""
 
 from __future__ import annotations
+
+import asyncio
 
 import pytest
 
@@ -42,5 +44,24 @@ def test_a_request_that_was_handed_over_is_computed_once(event: Event, monkeypat
                 assert stream.deltas[-1].finish_reason == "length"
             assert second.state is State.HEALTHY and second.fault is None
             await settled(engine)
+
+    run(scenario())
+
+
+def test_a_replica_that_is_given_up_before_its_next_worker_begins_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with running(auto_recovery=False) as engine:
+            stream = submit(engine, ask([9], 30))
+            (replica,) = engine.replicas
+            await broken_with_an_output_unread(replica, monkeypatch)
+            last = replica.step_loop
+            assert replica.command(Event.RETRY) is None and replica.command(Event.RECOVERY_TIMEOUT) is None
+            assert replica.state is State.DEAD
+            await stream.wait()
+            assert stream.deltas[-1].finish_reason == "error"
+            await asyncio.sleep(0)
+            async with replica.epochs.changing:
+                pass
+            assert replica.step_loop is last
 
     run(scenario())
