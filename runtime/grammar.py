@@ -26,7 +26,7 @@ import orjson
 from slipring.runtime.lark_rules import can_end
 from slipring.runtime.request import InvalidRequestError
 from slipring.runtime.schema_times import times_as_patterns
-from slipring.shm.grammar import LIMITS, MAX_GRAMMAR_BYTES, Grammar
+from slipring.shm.grammar import LIMITS, MAX_GRAMMAR_BYTES, Grammar, deep_stacks
 from slipring.shm.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -69,7 +69,9 @@ class GrammarCompiler:
             raise InvalidRequestError(f"`{param}` is too large: at most {MAX_GRAMMAR_BYTES // 2} bytes.", param)
         work = partial(self._compile, spec, tokenizer)
         try:
-            grammar = await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            with deep_stacks():
+                future = self._pool.submit(work)  # this is where the pool begins its threads
+            grammar = await asyncio.wrap_future(future)
         except (ValueError, TypeError, RecursionError) as error:  # the last two: nested too deeply
             reason = str(error)[:_MOST_WORDS]
             raise InvalidRequestError(f"`{param}` cannot be used: {reason}", param) from None

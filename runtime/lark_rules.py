@@ -8,6 +8,7 @@ understood here counts as something that ends: to judge it is llguidance's part.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 
 _TOKEN = re.compile(
@@ -18,6 +19,7 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _BLOCK_PART = re.compile(r'"(?:\\.|[^"\\])*"|[{}]|[^"{}]+', re.DOTALL)
+_LOOK_S = 1.0
 _EMBEDDED = ("%json", "%regex", "%lark")
 
 Needs = list[object]
@@ -31,10 +33,35 @@ def can_end(text: str) -> bool:
         rules = dict(_Parser(list(_tokens(text))).rules())
     except (ValueError, IndexError, RecursionError):
         return True
-    ending: set[str] = set()
-    while new := {name for name, ways in rules.items() if name not in ending and _ends(ways, ending, rules)}:
-        ending |= new
-    return "start" not in rules or "start" in ending
+    ending = _ending(rules, time.monotonic() + _LOOK_S)
+    return ending is None or "start" not in rules or "start" in ending
+
+
+def _ending(rules: dict[str, list[Needs]], until: float) -> set[str] | None:
+    """Rules that can end; None when that took too long. Each is looked at again when one that it names has been found
+    to."""
+    users: dict[str, list[str]] = {}
+    for name, ways in rules.items():
+        for needed in set(_names(ways)):
+            users.setdefault(needed, []).append(name)
+    ending, waiting = set[str](), list(rules)
+    while waiting:
+        if time.monotonic() > until:
+            return None
+        name = waiting.pop()
+        if name not in ending and _ends(rules[name], ending, rules):
+            ending.add(name)
+            waiting += users.get(name, ())
+    return ending
+
+
+def _names(ways: list[Needs]) -> Iterator[str]:
+    for way in ways:
+        for need in way:
+            if isinstance(need, list):
+                yield from _names(need)
+            elif isinstance(need, str):
+                yield need
 
 
 def _ends(ways: list[Needs], ending: set[str], rules: dict[str, list[Needs]]) -> bool:

@@ -6,12 +6,19 @@ limits (`workers/grammar.py`), so what passed here is built there.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import msgspec
 
 MAX_GRAMMAR_BYTES: Final = 1 << 20
 """Longest text of a grammar. A schema that a person or a program writes for a model has a few kilobytes."""
+
+STACK_BYTES: Final = 512 << 20
+"""Stack of a thread that builds grammars, most of it never touched. llguidance descends from rule to rule on it, about
+13 KB for each: the 8 MiB that threads have end the process at a chain of 1,500, and MAX_GRAMMAR_BYTES hold 20,000."""
 
 LIMITS: Final = {
     "max_items_in_row": 2_000,
@@ -24,6 +31,16 @@ LIMITS: Final = {
 }
 """llguidance's bounds on building a matcher and on one mask, as arguments of its `LLParserLimits`. About 14,000 lexer
 fuel or 20,000 items are a millisecond, and a lexer state takes one or two kilobytes."""
+
+
+@contextmanager
+def deep_stacks() -> Iterator[None]:
+    """Threads that are started here may build grammars."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
 
 
 class Grammar(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from slipring.shm.control import ControlEnd, Message
 from slipring.shm.doorbell import Waiter
+from slipring.shm.grammar import deep_stacks
 
 Handler = Callable[[Message], Message | None]
 """One message to its answer."""
@@ -21,7 +22,8 @@ class ControlThread:
     ) -> None:
         self._end, self._waiter, self._handle, self._on_failure = end, waiter, handle, on_failure
         self._posted: deque[Message] = deque()
-        threading.Thread(target=self._run, name="control", daemon=True).start()
+        with deep_stacks():  # what is handled may be a grammar
+            threading.Thread(target=self._run, name="control", daemon=True).start()
 
     def post(self, message: Message) -> None:
         """Send an answer that took longer, from any thread."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -132,3 +134,24 @@ def test_what_a_schema_cannot_say_is_told_without_options_that_nobody_can_set() 
     with pytest.raises(InvalidRequestError, match=r"use anyOf \(at properties\.a\)") as caught:
         compile_("json_schema", json.dumps(schema))
     assert "option" not in str(caught.value)
+
+
+CHAINS = """
+import asyncio, json, sys
+from slipring.runtime.grammar import GrammarCompiler, GrammarSpec
+from slipring.runtime.model import open_model
+
+n, model = 3000, open_model("smollm2")
+objects = {f"a{i}": {"properties": {"b": {"$ref": f"#/$defs/a{i + 1}"}}, "required": ["b"]} for i in range(n)}
+schema = {"$ref": "#/$defs/a0", "$defs": {**objects, f"a{n}": {"type": "integer"}}}
+rules = "\\n".join(["start: a0", *(f"a{i}: a{i + 1}" for i in range(n)), f'a{n}: "x"'])
+for kind, text in (("json_schema", json.dumps(schema)), ("lark", rules)):
+    compiler = GrammarCompiler(model.spec)
+    asyncio.run(compiler.compile(GrammarSpec(kind, text), "field", model.tokenizer()))
+    compiler.close()
+"""
+
+
+def test_long_chains_of_rules_do_not_end_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", CHAINS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-500:]
