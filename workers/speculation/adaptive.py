@@ -164,12 +164,16 @@ class AdaptiveProposer(ProposerAround):
         drafts = self._inner.propose(rows, asked)
         ended = self._clock()
         self._seconds = ended - began
+        deepest = int(np.minimum(asked, levels).max())
+        expected = self._catch_up_seconds.mean + self._level_seconds.mean * deepest
         if drafts.num.any():
-            self._level_seconds.learn((ended - caught_up) / int(np.minimum(asked, levels).max()))
-        if not tries.any():
+            self._level_seconds.learn((ended - caught_up) / deepest)
+        if asked.any() and not tries.any():
             self._catch_up_seconds.learn(caught_up - began)
         elif asked.any():
-            self._for_tries -= self._seconds * float(tries[asked > 0].sum() / num[asked > 0].sum())
+            # Not all of what a stall took: there would be no tries for a hundred times as long.
+            seconds = min(self._seconds, expected * _WORST)
+            self._for_tries -= seconds * float(tries[asked > 0].sum() / num[asked > 0].sum())
         return drafts, asked
 
     def _trim(self, rows: IntArray, drafts: Drafts, tries: IntArray) -> Drafts:

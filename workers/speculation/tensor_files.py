@@ -50,6 +50,8 @@ def _unpickled(file: Path, device: str) -> dict[str, Tensor]:
         tensors = torch.load(file, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(f"{file} holds more than tensors: {error}") from error
+    except (EOFError, RuntimeError) as error:
+        raise ValueError(f"{file} cannot be read: is it whole? ({error})") from error
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ValueError(f"{file} is no dictionary of tensors")
     return tensors

@@ -172,6 +172,28 @@ def test_drafts_must_be_worth_the_time_that_they_take(seconds: float, catch_up: 
     assert made > 2 if many else made < 0.5
 
 
+def test_rows_that_nobody_asked_for_say_nothing_about_the_time_it_takes() -> None:
+    """Each new row is awake: a dear proposer is not asked for it, either, and stays dear."""
+    slow, asked = Slow(0.0001, 0.03), 0
+    proposer = AdaptiveProposer(slow, StepCosts(SIZES, FLAT), num_rows=8, clock=lambda: slow.now)
+    for _ in range(60):
+        proposer.admit(3, np.zeros(0, np.int32))
+        asked += int((run(proposer, [3], [0.7], 3) > 0).sum())
+    assert asked < 20
+
+
+def test_a_try_that_stalls_is_not_the_last_one() -> None:
+    slow = Slow(0.001)
+    proposer = AdaptiveProposer(slow, StepCosts(SIZES, FLAT), num_rows=8, clock=lambda: slow.now)
+    proposer.admit(3, np.zeros(0, np.int32))
+    run(proposer, [3], [0.0], 50)
+    slow._each = 5.0
+    while not run(proposer, [3], [0.0], 1).any():
+        pass
+    slow._each = 0.001
+    assert run(proposer, [3], [0.0], 300).any()
+
+
 @given(data=st.data(), width=st.integers(1, 8), num_rows=st.integers(1, 3))
 def test_whatever_is_kept_of_a_tree_hangs_where_it_hung(data: st.DataObject, width: int, num_rows: int) -> None:
     parents = np.array([[data.draw(st.integers(-1, i - 1)) for i in range(width)] for _ in range(num_rows)])
