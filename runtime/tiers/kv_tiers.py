@@ -39,6 +39,13 @@ class TierSetupError(ValueError):
     """The tiers cannot be had as they were asked for; the message says why and what would do."""
 
 
+def _identity(spec: ModelSpec, shape: PageShape, dtype: str, max_model_len: int) -> bytes:
+    try:
+        return model_identity(spec, shape, dtype, max_model_len)
+    except OSError as error:
+        raise TierSetupError(f"the model's weights cannot be read: {error}") from error
+
+
 class KvTiersStats(msgspec.Struct, frozen=True, kw_only=True):
     """A reading. Slots that are occupied and slots that are pinned are told apart: an idle full cache is full."""
 
@@ -89,7 +96,7 @@ class KvTiers:
         """Where peers find our pages."""
         try:
             if extra.secondary_tiers:
-                self._identity = model_identity(spec, shape, dtype, max_model_len)
+                self._identity = _identity(spec, shape, dtype, max_model_len)
             for tier in extra.secondary_tiers:
                 self._open(tier)
         except BaseException:

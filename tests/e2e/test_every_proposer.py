@@ -53,24 +53,23 @@ def drafting(method: str, model: str, directory: Path, adaptive: bool) -> str:
 
 
 CASES = [
-    pytest.param(method, pool, marks=() if (method, pool) in QUICK else pytest.mark.slow, id=f"{method}, {pool}")
+    pytest.param(method, pool, False, marks=() if (method, pool) in QUICK else pytest.mark.slow, id=f"{method}, {pool}")
     for method in METHODS
     for pool in POOLS
 ]
+ADAPTIVE = pytest.param("suffix", "depth 2, preempting", True, id="suffix, depth 2, preempting, what pays")
 
 
-@pytest.mark.parametrize(("method", "pool"), CASES)
+@pytest.mark.parametrize(("method", "pool", "adaptive"), [*CASES, ADAPTIVE])
 def test_64_streams_give_what_each_gives_alone_without_drafts(
-    model: str, alone: list[Stream], method: str, pool: str, tmp_path: Path
+    model: str, alone: list[Stream], method: str, pool: str, adaptive: bool, tmp_path: Path
 ) -> None:
-    # With a controller it is the machine's speed that says how much is drafted.
-    adaptive = pool == "depth 1" and method != "ngram"
     drafts = drafting(method, model, tmp_path, adaptive)
     found, stats = uvloop.run(answered(model, at_once=True, speculative_config=drafts, **POOLS[pool]))
     assert_equal(found, alone)
     assert stats.prefix_cache_hits > 0
     assert (stats.num_preemptions > 0) == (pool == "depth 2, preempting")
-    if not adaptive:
-        # Many runs, so that some are cut short by an end.
-        assert stats.num_accepted_tokens > 50
-        assert method == "grammar" or stats.num_accepted_tokens < stats.num_draft_tokens
+    # Many runs, so that some are cut short by an end. With a controller the machine's speed says how many.
+    assert stats.num_accepted_tokens > (0 if adaptive else 50)
+    if method != "grammar" and not adaptive:
+        assert stats.num_accepted_tokens < stats.num_draft_tokens

@@ -14,9 +14,6 @@ from slipring.workers.speculation import medusa_head, published_heads
 from slipring.workers.speculation.backlog import backlog_size
 from slipring.workers.speculation.tensor_files import first_file, read_shapes, refusing
 
-_MOST_TAPS = 4
-"""Depths that a head reads: those of the layouts that are known."""
-
 
 def draft_memory(config: WorkerConfig) -> DraftMemory:
     """Raises StartRefused when a head's files cannot be read."""
@@ -28,14 +25,21 @@ def draft_memory(config: WorkerConfig) -> DraftMemory:
         return DraftMemory(each, _num_weights(spec.draft) * dtype.itemsize)
     if spec.method == "eagle":
         layer = block_bytes(replace(config.model, num_layers=1), config.block_size, dtype)
-        waiting = config.num_rows * backlog_size(config.block_size) * _MOST_TAPS * config.model.hidden_size
-        return DraftMemory(layer, _eagle_weights(config, dtype) + waiting * dtype.itemsize)
+        shapes = _shapes(config, published_heads.FILES)
+        waiting = config.num_rows * backlog_size(config.block_size) * _state_width(config, shapes)
+        return DraftMemory(layer, _eagle_weights(config, dtype, shapes) + waiting * dtype.itemsize)
     return DraftMemory(fixed=_medusa_weights(config, dtype)) if spec.method == "medusa" else DraftMemory()
 
 
-def _eagle_weights(config: WorkerConfig, dtype: torch.dtype) -> int:
+def _state_width(config: WorkerConfig, shapes: dict[str, tuple[int, ...]]) -> int:
+    """Of what waits to be entered: the last hidden state, or the taps of an EAGLE-3 head, which it fuses alone."""
+    reads = next((shape[-1] for name, shape in shapes.items() if name in ("fuse.codes", "fc.weight")), 0)
+    is_eagle3 = "tap_norm" in shapes or any(name.endswith("hidden_norm.weight") for name in shapes)
+    return reads if is_eagle3 else config.model.hidden_size
+
+
+def _eagle_weights(config: WorkerConfig, dtype: torch.dtype, shapes: dict[str, tuple[int, ...]]) -> int:
     """Bytes; each matrix is held twice, as int8 codes too."""
-    shapes = _shapes(config, published_heads.FILES)
     if "lm_head.weight" not in shapes:
         shapes["output"] = _rows_of_target(config, shapes)
     return sum(prod(shape) * (dtype.itemsize + (len(shape) == 2)) for shape in shapes.values())

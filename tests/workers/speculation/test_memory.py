@@ -37,9 +37,9 @@ def test_of_a_draft_model_what_it_takes_when_it_is_loaded(tmp_path: Path, family
     assert draft_memory(worker_config(spec, max_draft=0, speculation=speculation)) == DraftMemory()
 
 
-@pytest.mark.parametrize("method", ["eagle", "medusa"])
-def test_of_a_head_what_it_takes_when_it_is_loaded(tmp_path: Path, method: str) -> None:
-    spec, head, taps = save_tiny("llama", tmp_path / "tiny")[0], tmp_path / "head", (1, 2)
+@pytest.mark.parametrize(("method", "taps"), [("eagle", ()), ("eagle", (1, 2)), ("medusa", ())])
+def test_of_a_head_what_it_takes_when_it_is_loaded(tmp_path: Path, method: str, taps: tuple[int, ...]) -> None:
+    spec, head = save_tiny("llama", tmp_path / "tiny")[0], tmp_path / "head"
     if method == "eagle":
         weights = {name: torch.ones(shape) for name, shape in shapes(spec, taps).items()}
         save_head(head, EagleHead(spec, weights, torch.arange(9), taps), {})
@@ -60,8 +60,8 @@ def test_of_a_head_what_it_takes_when_it_is_loaded(tmp_path: Path, method: str) 
         held = list(tensors_of(proposer._medusa))
         assert found.for_each_block == 0
     needed = sum({id(tensor): num_bytes(tensor) for tensor in held}.values())
-    # A head may have taps beside these two, and has room for them; small numbers, such as scales, count as wide ones.
-    spare = 16 * 64 * 2 * spec.hidden_size * 4 * (method == "eagle") + 60_000
+    # Small numbers, such as scales, count as wide ones.
+    spare = 60_000
     assert needed <= found.fixed <= needed + spare
 
 
