@@ -13,12 +13,14 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "perf" / "results"
 
@@ -125,3 +127,9 @@ def _lines(path: str) -> list[str]:
 def _git(*arguments: str) -> str:
     result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
     return result.stdout.strip()
+
+
+def in_turns(kinds: Sequence[T], round_number: int) -> list[T]:
+    """Everybody, and each round somebody else begins, so that what else the machine does hits all."""
+    first = round_number % len(kinds)
+    return [*kinds[first:], *kinds[:first]]

@@ -21,7 +21,7 @@ from pathlib import Path
 import jsonschema
 import uvloop
 
-from perf.figure import Measurement, Options
+from perf.figure import Measurement, Options, in_turns
 from slipring.runtime.config import EngineConfig
 from slipring.runtime.engine import Engine
 from slipring.runtime.grammar import Grammar, GrammarSpec
@@ -148,10 +148,9 @@ async def _compare(engines: dict[str, Engine], workload: str, options: Options) 
     times, valid = {name: list[float]() for name in names}, {name: list[bool]() for name in names}
     before = {name: engine.stats() for name, engine in engines.items()}
     for run in range(3 if options.quick else 6):
-        begin = run % len(names)
         runs = {
             name: await _run(engines[name], workload, options, f"{workload}-{run}-{name}".replace(" ", "-"))
-            for name in names[begin:] + names[:begin]
+            for name in in_turns(names, run)
         }
         for name, each in runs.items():
             _assert_equal(runs[PLAIN].streams, each.streams)

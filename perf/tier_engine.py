@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from slipring.runtime.config import EngineConfig
 from slipring.runtime.engine import Engine
@@ -14,7 +13,6 @@ from tests.e2e import tier_rig
 BLOCK = 16
 BLOCK_BYTES = BLOCK // tier_rig.BLOCK * tier_rig.BLOCK_BYTES
 TOKENS = (100, 40_000)
-T = TypeVar("T")
 
 
 async def started(**settings: Any) -> Engine:
@@ -34,12 +32,6 @@ async def settled(engine: Engine) -> None:
     async with asyncio.timeout(120):
         while (stats := engine.stats().tiers) is not None and stats.num_pinned:
             await asyncio.sleep(0.05)
-
-
-def in_turns(kinds: Sequence[T], round_number: int) -> list[T]:
-    """Everybody, and each round somebody else begins."""
-    first = round_number % len(kinds)
-    return [*kinds[first:], *kinds[:first]]
 
 
 def moved_mb(engine: Engine) -> dict[str, int]:

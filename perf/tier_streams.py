@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from perf.figure import percentile
-from perf.tier_engine import BLOCK, TOKENS, Engine, in_turns, moved_mb, say, settled, started, tiers
+from perf.figure import in_turns, percentile
+from perf.tier_engine import BLOCK, TOKENS, Engine, moved_mb, say, settled, started, tiers
 from tests.e2e.tier_rig import ask, finished
 
 NUM_STREAMS, STREAM_TOKENS = 4, 96

@@ -48,7 +48,7 @@ class CommandRefused(Exception):
     """The message says why."""
 
 
-class BadCommand(Exception):
+class BadCommand(CommandRefused):
     """Whatever state the replicas are in, the command names something that there is not; `param` is where."""
 
     def __init__(self, message: str, param: str) -> None:
@@ -69,7 +69,7 @@ class FaultTolerance:
         """What can be said before anything is done, whatever the replicas are up to. Raises BadCommand."""
         name = "removed_dp_ranks" if request.instruction == "scale_down" else "dp_ranks"
         if name in request.params or request.instruction == "scale_down":
-            self._check_ranks(request.params.get(name), name)
+            self._by_ranks(request.params.get(name), name)
 
     async def apply(self, request: FaultToleranceRequest) -> FaultToleranceResult | None:
         """Carry it out, and wait for what becomes of it. None: a request of this id is under way."""
@@ -164,14 +164,7 @@ class FaultTolerance:
             self._last_of_rank[replica.rank] = request
 
     def _by_ranks(self, ranks: Any, name: str) -> list[Replica]:
-        """Raises CommandRefused unless these are ranks."""
-        try:
-            return self._check_ranks(ranks, name)
-        except BadCommand as error:
-            raise CommandRefused(str(error)) from None
-
-    def _check_ranks(self, ranks: Any, name: str) -> list[Replica]:
-        """Raises BadCommand."""
+        """Raises BadCommand unless these are ranks."""
         if not isinstance(ranks, list) or not ranks or not all(type(rank) is int for rank in ranks):
             raise BadCommand(f"`{name}` must be a list of one or more ranks", f"params.{name}")
         most = len(self._replicas) - 1

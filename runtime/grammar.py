@@ -87,6 +87,8 @@ class GrammarCompiler:
         """Raises ValueError with the reason."""
         from llguidance import LLMatcher, LLParserLimits
 
+        if spec.kind == "lark":
+            spec = msgspec.structs.replace(spec, value=_lark(spec.value))
         text = _text(spec)
         matcher = LLMatcher(self._vocabulary(tokenizer), text, log_level=0, limits=LLParserLimits(**LIMITS))
         mask = b"" if matcher.is_error() else matcher.compute_bitmask()
@@ -94,7 +96,7 @@ class GrammarCompiler:
             raise ValueError(_NOTHING)
         if matcher.is_error():
             raise ValueError(_reason(spec, matcher.get_error()))
-        if spec.kind == "lark" and not can_end(_lark(spec)):
+        if spec.kind == "lark" and not can_end(spec.value):
             raise ValueError(f"{_NOTHING} that ever ends")
         if (error := _stuck(matcher, mask)) is not None:
             raise ValueError(f"no answer can get beyond its first token: {_reason(spec, error)}")
@@ -159,7 +161,7 @@ def _text(spec: GrammarSpec) -> str:
     from llguidance import LLMatcher
 
     if spec.kind == "lark":
-        return LLMatcher.grammar_from_lark(_lark(spec))
+        return LLMatcher.grammar_from_lark(spec.value)
     if spec.kind == "regex":
         return LLMatcher.grammar_from_regex(spec.value)
     if spec.kind == "choice":
@@ -184,13 +186,10 @@ def _text(spec: GrammarSpec) -> str:
     return LLMatcher.grammar_from_json_schema(schema, overrides=overrides)
 
 
-def _lark(spec: GrammarSpec) -> str:
-    """Raises ValueError."""
-    return _from_gbnf(spec.value) if "::=" in spec.value else spec.value
-
-
-def _from_gbnf(text: str) -> str:
-    """llama.cpp's notation, which vLLM calls EBNF, as Lark. Raises ValueError."""
+def _lark(text: str) -> str:
+    """llama.cpp's notation, which vLLM calls EBNF, as Lark; Lark as it is. Raises ValueError."""
+    if "::=" not in text:
+        return text
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:

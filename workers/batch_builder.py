@@ -19,6 +19,7 @@ from slipring.shm.table import BatchTable
 from slipring.workers.attention import PlannedAttention
 from slipring.workers.batch import Batch
 from slipring.workers.entries import Entries
+from slipring.workers.kv_cache import KvCache
 from slipring.workers.rows import Rows
 
 IntArray = NDArray[np.int64]
@@ -79,7 +80,13 @@ class BatchBuilder:
         ids, at, sampled = map(torch.from_numpy, (input_ids, positions, sample_at))
         return Batch(ids, at, PlannedAttention(plan, at), sampled, end_at - num_tokens)
 
-    def entered_blocks(self, entries: Entries) -> Tensor:
+    def build_in(self, entries: Entries, kv: KvCache) -> Batch:
+        """As `build`; whatever the blocks of `kv` held that these entries enter is gone."""
+        if len(entered := self._entered_blocks(entries)):
+            kv.clear(entered)
+        return self.build(entries)
+
+    def _entered_blocks(self, entries: Entries) -> Tensor:
         """[n] int64: blocks that the step's entries enter and leave partly filled (`KvCache.clear`)."""
         start, end = entries.start, entries.end
         last = (end - 1) // self._block_size

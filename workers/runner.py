@@ -132,9 +132,7 @@ class Runner:
 
     def _forward(self, entries: Entries) -> tuple[Batch, torch.Tensor, torch.Tensor]:
         """The batch, the last hidden states of its tokens, and logits of the entries' draws."""
-        batch = self.builder.build(entries)
-        if len(entered := self.builder.entered_blocks(entries)):
-            self.kv.clear(entered)
+        batch = self.builder.build_in(entries, self.kv)
         hidden = self.model.hidden(batch, self.kv)
         return batch, hidden, self.model.logits(hidden, batch.sample_at)
 

@@ -21,7 +21,7 @@ import difflib
 import math
 import re
 from collections import Counter
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 import msgspec
 
@@ -207,12 +207,11 @@ _FIELDS = [
 _AT = re.compile(r" - at `(?P<path>[^`]+)`$")
 _VALUE = re.compile(r"Invalid (?:enum )?value (?P<value>'[^']*')")
 _EXPECTED = re.compile(r"Expected `(?P<wanted>[^`]+)`, got `(?P<got>[^`]+)`")
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "kv_connector": ("OffloadingConnector",),
-    "kv_role": ("kv_both", "kv_producer", "kv_consumer"),
-    "kv_load_failure_policy": ("recompute",),
-    "type": ("fs", "obj", "p2p"),
-}
+_CHOICES = {
+    field.name: get_args(field.type)
+    for field in msgspec.structs.fields(KvTransferConfig)
+    if get_origin(field.type) is Literal
+} | {"type": [tier.__struct_config__.tag for tier in get_args(SecondaryTier)]}
 
 
 def _named(sentence: str) -> str:

@@ -132,9 +132,7 @@ class DraftModelProposer(NullProposer):
         entries = Entries(
             rows, start, num, 0 if is_chunk else count, Drafts.none(0) if is_chunk else drafts, np.ones(count, np.int64)
         )
-        if len(entered := self._builder.entered_blocks(entries)):
-            self._kv.clear(entered)
-        batch = self._builder.build(entries)
+        batch = self._builder.build_in(entries, self._kv)
         assert batch.entry_at is not None
         entry, place = tokens_of(num)
         ids = np.empty(len(entry), np.int64)

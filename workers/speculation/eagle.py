@@ -136,7 +136,7 @@ class EagleProposer(NullProposer):
         """One guess more behind each of these drafts, from the feature that it was guessed from."""
         num_rows, width = fed.tokens.shape
         entries = Entries(rows, fed.start, fed.num, num_rows, Drafts.none(num_rows, width), fed.num, fed.branches)
-        batch, tokens = self._build(entries), fed.tokens[np.arange(width) < fed.num[:, None]]
+        batch, tokens = self._past.build_in(entries, self._kv), fed.tokens[np.arange(width) < fed.num[:, None]]
         embedded = F.embedding(torch.from_numpy(tokens), self._target.model.embedding)
         order = torch.argsort(batch.sample_at)  # the entries' tokens in the batch's order
         guessed = self._forward(batch, embedded.index_select(0, order), feature.index_select(0, order))
@@ -153,12 +153,6 @@ class EagleProposer(NullProposer):
         if self._head.taps:
             return torch.cat([tapped.index_select(0, at) for tapped in model.tapped], 1)
         return model.normed(hidden, at)
-
-    def _build(self, entries: Entries) -> Batch:
-        batch, entered = self._past.build(entries)
-        if len(entered):
-            self._kv.clear(entered)
-        return batch
 
     def _forward(self, batch: Batch, embedded: Tensor, feature: Tensor) -> Tensor:
         (pools,), cos_sin, scale = self._kv.pools, self._cos_sin, self._target.spec.head_dim**-0.5
@@ -212,7 +206,8 @@ class EagleProposer(NullProposer):
             self._past.begin(int(rows[i]), self._entered[before])
         num_short = int((new.count <= _SHORT).sum())
         chains = Drafts.none(num_short, _SHORT - 1)
-        mine = self._build(Entries(rows, start, new.count, num_short, chains, np.ones(len(rows), np.int64)))
+        entries = Entries(rows, start, new.count, num_short, chains, np.ones(len(rows), np.int64))
+        mine = self._past.build_in(entries, self._kv)
         assert mine.entry_at is not None
         entry, place = tokens_of(new.count)
         order = np.empty(len(entry), np.int64)

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from slipring.shm.table import BatchTable
 from slipring.workers.batch import Batch
 from slipring.workers.batch_builder import BatchBuilder
 from slipring.workers.entries import Entries
+from slipring.workers.kv_cache import KvCache
 from slipring.workers.rows import Rows
 from slipring.workers.speculation.proposer import IntArray
 
@@ -40,9 +40,9 @@ class PresentBlocks:
         self._missing[row] = len(entered) - kept
         self._mine.block_table[row, :kept] = self._rows.block_table[row, : len(entered)][entered]
 
-    def build(self, entries: Entries) -> tuple[Batch, Tensor]:
-        """The head's batch, and the blocks [n] that it enters (`BatchBuilder.entered_blocks`). Entries as the target
-        has them; none reaches into its row's prefix."""
+    def build_in(self, entries: Entries, kv: KvCache) -> Batch:
+        """The head's batch, in its cache (`BatchBuilder.build_in`). Entries as the target has them; none reaches into
+        its row's prefix."""
         missing, builder = self._missing[entries.rows], self._builder
         if missing.any():
             self._follow(entries.rows)
@@ -50,7 +50,7 @@ class PresentBlocks:
             if branches is not None:
                 branches = replace(branches, root=branches.root - absent[: entries.num_decode])
             entries = replace(entries, start=entries.start - absent, branches=branches, absent=absent)
-        return builder.build(entries), builder.entered_blocks(entries)
+        return builder.build_in(entries, kv)
 
     def _follow(self, rows: IntArray) -> None:
         """Blocks behind the prefix come as rows grow."""
