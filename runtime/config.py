@@ -253,9 +253,10 @@ def _check(config: EngineConfig) -> None:
 
 
 def _check_room(resolved: ResolvedConfig) -> None:
-    """Whether so many replicas fit, before the first of them takes anything. One alone is let try."""
+    """Whether the batch table and so many replicas fit, before anything is taken. One replica alone is let try."""
     user = resolved.user
     num_workers = user.data_parallel_size * (2 if user.warm_spare else 1)
+    _check_table(resolved)
     if user.data_parallel_size == 1:
         return
     each = WORKER_BYTES + resolved.table_shape.nbytes
@@ -269,6 +270,19 @@ def _check_room(resolved: ResolvedConfig) -> None:
         f"--data-parallel-size: {user.data_parallel_size} replicas do not fit: {num_workers} workers need at least "
         f"{num_workers * each / 2**30:.1f} GiB of memory and {-(-num_workers // MOST_WORKERS_PER_CPU)} CPUs, and "
         f"there are {free / 2**30:.1f} GiB and {cpus} CPUs: use {max(1, most)} or less"
+    )
+
+
+def _check_table(resolved: ResolvedConfig) -> None:
+    """A table that does not fit would not fail: shared memory is promised freely, and the system dies of its pages."""
+    table, free = resolved.table_shape.nbytes, available_bytes()
+    if table <= free // 2:
+        return
+    num_seqs, length = resolved.user.max_num_seqs, resolved.max_model_len
+    raise ConfigError(
+        f"--max-num-seqs {num_seqs} with --max-model-len {length} needs {table / 2**30:.1f} GiB for the batch table, "
+        f"more than half of the {free / 2**30:.1f} GiB of memory that there are: use fewer or shorter sequences, such "
+        f"as --max-num-seqs {max(1, num_seqs * (free // 2) // table)}"
     )
 
 

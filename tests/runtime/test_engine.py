@@ -623,6 +623,8 @@ def test_a_start_of_many_replicas_ends_at_a_signal_before_the_last_is_spawned(mo
     [
         ({"max_model_len": 10**9}, "--max-model-len"),
         ({"block_size": 12}, "--block-size"),
+        ({"max_num_seqs": 10**8}, r"--max-num-seqs 100000000 .* GiB for the batch table, .* --max-num-seqs \d+$"),
+        ({"max_model_len": 10**11, "allow_long_max_model_len": True}, "with --max-model-len 100000000000 needs"),
         ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, "--max-num-batched-tokens"),
         ({"dtype": "int3"}, "--dtype"),
         ({"seed": -5}, "--seed"),
