@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import orjson
+from slipring.http.json_bytes import json_bytes
 
 if TYPE_CHECKING:
     from slipring.http.reply import Work
@@ -62,7 +62,7 @@ class ApiResponse:
 
     @classmethod
     def json(cls, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> ApiResponse:
-        return cls(status, orjson.dumps(value), {"Content-Type": JSON, **(headers or {})})
+        return cls(status, json_bytes(value), {"Content-Type": JSON, **(headers or {})})
 
     @classmethod
     def events(cls, stream: FrameStream) -> ApiResponse:

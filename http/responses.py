@@ -25,6 +25,7 @@ from slipring.http.errors import ApiError, bad_request, own_name, renaming
 from slipring.http.exchange import JSON, ApiRequest, ApiResponse
 from slipring.http.generation import Flights, Generation, Plan, answer
 from slipring.http.item_page import Page
+from slipring.http.json_bytes import json_bytes
 from slipring.http.placement import Placement, placement
 from slipring.http.reply import Choice, Collector, ReplyHead, Usage
 from slipring.http.response_store import ResponseStore, StoredResponse
@@ -221,7 +222,7 @@ class Responses:
 
 def _stored(response: dict[str, Any], read: Sequence[Item]) -> StoredResponse:
     answered = msgspec.convert(response["output"], list[Item])
-    return StoredResponse.of(orjson.dumps(response), read, answered)
+    return StoredResponse.of(json_bytes(response), read, answered)
 
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}

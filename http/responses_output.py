@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from slipring.http.frames import json_string
+from slipring.http.json_bytes import json_bytes
 from slipring.http.output_events import (
     ContentDelta,
     Event,
@@ -33,7 +34,7 @@ class EventNumbers:
     def frame(self, kind: str, fields: dict[str, Any]) -> bytes:
         event = {"type": kind, "sequence_number": self._next, **fields}
         self._next += 1
-        return f"event: {kind}\ndata: ".encode() + orjson.dumps(event) + b"\n\n"
+        return f"event: {kind}\ndata: ".encode() + json_bytes(event) + b"\n\n"
 
     def delta(self, before: bytes, text: str, after: bytes) -> bytes:
         frame = before + json_string(text) + after + b',"sequence_number":%d}\n\n' % self._next

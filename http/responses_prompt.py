@@ -17,6 +17,7 @@ import msgspec
 
 from slipring.http.bodies import ChatBody, FunctionCall, Message, SamplingBody, ToolCall
 from slipring.http.errors import ApiError, bad_request
+from slipring.http.ranges import check_range
 from slipring.http.responses_bodies import FunctionTool, Item, Part, ResponsesBody
 
 _OWN_NAMES = {
@@ -235,6 +236,7 @@ def check_body(body: ResponsesBody) -> None:
         raise _not_here("background", "A response in the background cannot be streamed; leave `stream` out.")
     if body.background and body.store is False:
         raise bad_request("`background` needs `store`, or nobody could fetch the response.", "background")
+    check_range("top_logprobs", body.top_logprobs)
     if len(body.metadata or ()) > 16:
         raise bad_request("`metadata` may hold at most 16 pairs.", "metadata")
 

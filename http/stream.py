@@ -145,7 +145,10 @@ class FrameStream:
     def _take(self) -> bytes:
         frames = self._render_held()
         if self._error is not None and not self.ended:
-            frames += self._renderer.error(self._error)
+            try:
+                frames += self._renderer.error(self._error)
+            except Exception:  # it may be the very thing that broke the stream: the connection's end has to do
+                logger.exception("the error frame could not be made")
             self.failed = True
             self._finish()
         return frames

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from slipring.http.errors import bad_request, from_engine
+from slipring.http.json_bytes import json_bytes
 from slipring.http.output_form import OutputForm
 from slipring.http.reasoning import Reasoning
 from slipring.http.tool_formats import LLAMA
@@ -95,6 +96,6 @@ def _text(text: str) -> str:
 
 def _json(schema: dict[str, Any], where: str) -> str:
     try:
-        return orjson.dumps(schema).decode()
-    except (TypeError, RecursionError):
+        return json_bytes(schema).decode()
+    except RecursionError:
         raise bad_request(f"`{where}` is nested too deeply.", where) from None

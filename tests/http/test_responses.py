@@ -80,6 +80,32 @@ def test_an_answer_that_is_cut_is_incomplete() -> None:
     assert answer["output"][0]["status"] == "incomplete" and answer["output"][0]["content"][0]["text"] == "Hel"
 
 
+HUGE = 10**30
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object", "maxProperties": HUGE}
+    for _ in range(depth):
+        schema = {"a": schema}
+    return {"type": "object", "properties": schema}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("depth", [0, 300])
+def test_an_answer_repeats_what_the_request_held_however_large_or_deep(depth: int, stream: bool) -> None:
+    api = make_api(EngineDouble(max_model_len=100_000))
+    schema = nested(depth)
+    tools = [{"type": "function", "name": "f", "parameters": schema}]
+    body: dict[str, Any] = {"input": "hi", "max_output_tokens": HUGE, "tools": tools}
+    if stream:
+        answer = named_events(stream_bytes(api, RESPONSES, body))[-1]["response"]
+    else:
+        answer = ask(api, **body)
+    assert answer["status"] == "completed" and answer["max_output_tokens"] == HUGE
+    assert answer["tools"][0]["parameters"] == schema
+    assert get(api, answer["id"]) == answer
+
+
 def test_an_empty_answer_still_has_a_message() -> None:
     async def main() -> Any:
         engine = EngineDouble(script=None)
@@ -340,6 +366,8 @@ def test_efforts_are_told_to_the_template() -> None:
         ({"temperature": 3}, "temperature"),
         ({"stop": [""]}, "stop"),
         ({"include": ["message.output_text.logprobs"], "top_logprobs": 99}, "top_logprobs"),
+        ({"top_logprobs": 99}, "top_logprobs"),
+        ({"top_logprobs": 10**30}, "top_logprobs"),
         ({"metadata": {"a": 1}}, "metadata"),
         ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
         ({"truncation": "some"}, "truncation"),

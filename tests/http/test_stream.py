@@ -222,6 +222,26 @@ def test_a_renderer_that_raises_on_what_was_held_ends_the_stream_with_an_error(
     assert len(writer.frames) == 1 + congested and cancelled == ["cancelled"]
 
 
+class Mute(Broken):
+    def error(self, error: ApiError) -> bytes:
+        raise ValueError("cannot be said either")
+
+
+def test_a_renderer_that_cannot_even_say_the_error_ends_the_stream(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> list[bytes]:
+        iterated = FrameStream(Mute(), 1, lambda: None)
+        iterated.push(piece("bad"))
+        return [frames async for frames in iterated]
+
+    assert asyncio.run(scenario()) == []
+    stream, writer = FrameStream(Mute(), 1, lambda: None), Writer()
+    stream.attach(writer)
+    stream.push(piece("good"))
+    stream.push(piece("bad"))
+    assert stream.ended and stream.failed and len(writer.frames) == 1
+    assert "the error frame could not be made" in caplog.text
+
+
 def test_a_renderer_that_raises_ends_an_iterated_stream_with_an_error() -> None:
     async def scenario() -> list[bytes]:
         stream = FrameStream(Broken(), 1, lambda: None)

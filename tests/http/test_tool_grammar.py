@@ -159,3 +159,11 @@ def test_a_schema_that_cannot_be_followed_is_named(inner: dict[str, Any], choice
     body = {"messages": HELLO, "tools": tools, "tool_choice": choice}
     error = refused(call(make_api(EngineDouble()), "POST", CHAT, body))
     assert error["param"] == "tools[1].function.parameters"
+
+
+def test_a_forced_call_takes_bounds_of_any_size() -> None:
+    bounded = {"type": "object", "properties": {"x": {"type": "integer", "maximum": 10**30}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": bounded}}]
+    body = {"messages": HELLO, "tools": tools, "tool_choice": "required"}
+    response = call(make_api(EngineDouble(max_model_len=1000)), "POST", CHAT, body)
+    assert response.status == 200, response.body
