@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from slipring.http.errors import ApiError, bad_request
+from slipring.http.ranges import RANGES
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -209,11 +210,18 @@ def decode(data: bytes, kind: type[Body]) -> Body:
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
     except (msgspec.DecodeError, UnicodeError) as error:
-        raise bad_request(f"The body is not valid JSON: {error}.", code="invalid_json") from None
+        words = "half a UTF-16 surrogate pair" if _ends_in_half_a_pair(data, error) else error
+        raise bad_request(f"The body is not valid JSON: {words}.", code="invalid_json") from None
     except RecursionError:
         raise bad_request("The body is nested too deeply.", code="invalid_json") from None
 
 
+def _ends_in_half_a_pair(data: bytes, error: Exception) -> bool:
+    """Near the end msgspec calls it truncated, since the other half does not fit any more."""
+    return "truncated" in str(error) and _HALF_A_PAIR.search(data[-12:]) is not None
+
+
+_HALF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 _WORDS = {"str": "a string", "int": "an integer", "float": "a number", "bool": "a boolean",
           "array": "an array", "object": "an object", "null": "null"}  # fmt: skip
 _EXPECTED = re.compile(r"Expected `(?P<wanted>[^`]+)`, got `(?P<got>[^`]+)`")
@@ -225,16 +233,21 @@ _PATH = re.compile(r" - at `(?P<path>[^`]+)`$")
 def _explain(text: str) -> ApiError:
     """msgspec's sentence in our words: "Expected `int | null`, got `str` - at `$.n`" becomes an error on `n`."""
     at = _PATH.search(text)
-    path = at["path"].removeprefix("$").lstrip(".").replace("[...]", "") if at else ""
+    full = at["path"].removeprefix("$").lstrip(".") if at else ""
+    path = full.replace("[...]", "")  # values of an object, whose key is not told
+    where = "The body" if not path else f"`{path}`" if path == full else f"A value of `{path}`"
     if missing := _MISSING.search(text):
         path = f"{path}.{missing['name']}" if path else missing["name"]
         return bad_request(f"Missing required field `{path}`.", path, "missing_required_parameter")
     if expected := _EXPECTED.search(text):
         wanted = " or ".join(_WORDS.get(word, word) for word in expected["wanted"].split(" | "))
         got = _WORDS.get(expected["got"], expected["got"])
-        where = f"`{path}`" if path else "The body"
         return bad_request(f"{where} must be {wanted}, got {got}.", path or None, "invalid_type")
     if unknown := _UNKNOWN.search(text):
         path = f"{path}.{unknown['name']}" if path else unknown["name"]
         return bad_request(f"Unknown field `{path}`.", path, "unknown_parameter")
-    return bad_request(f"`{path}`: {text[: at.start()] if at else text}.", path or None, "invalid_value")
+    if text.startswith("Number out of range"):
+        limits = RANGES.get(path)
+        wanted = "a number of at most 1.8e308 in size" if limits is None else limits.words()
+        return bad_request(f"{where} must be {wanted}, got a number out of range.", path or None, "invalid_value")
+    return bad_request(f"{where}: {text[: at.start()] if at else text}.", path or None, "invalid_value")

@@ -28,9 +28,11 @@ def refusal(data: bytes, kind=ChatBody) -> ApiError:
         (b'{"messages":[],"max_tokens":true}', "max_tokens", "got a boolean"),
         (b'{"messages":[],"n":1.5}', "n", "an integer"),
         (b'{"messages":[],"seed":"1"}', "seed", "an integer"),
-        (b'{"messages":[],"temperature":1e999}', "temperature", "out of range"),
+        (b'{"messages":[],"temperature":1e999}', "temperature", "at most 2, got a number out of range"),
+        (b'{"messages":[],"echo":1e999}', "echo", "`echo` must be a number of at most 1.8e308 in size"),
+        (b'{"messages":[],"chat_template_kwargs":{"x":1e999}}', "chat_template_kwargs", "A value of `chat_template_kw"),
         (b'{"messages":[],"logit_bias":[1,2]}', "logit_bias", "an object"),
-        (b'{"messages":[],"logit_bias":{"1":"x"}}', "logit_bias", "a number"),
+        (b'{"messages":[],"logit_bias":{"1":"x"}}', "logit_bias", "A value of `logit_bias` must be a number"),
         (b'{"messages":[],"stop":[1]}', "stop[0]", "a string"),
         (b'{"messages":[],"stop":{"a":1}}', "stop", "a string"),
         (b'{"messages":[],"stream_options":true}', "stream_options", "an object"),
@@ -66,6 +68,12 @@ def test_a_body_must_be_an_object(data: bytes) -> None:
 )
 def test_what_is_no_json_is_refused(data: bytes) -> None:
     refusal(data)
+
+
+@pytest.mark.parametrize("after", ["", "x", "long enough for another half"])
+def test_half_a_surrogate_pair_is_not_called_truncated(after: str) -> None:
+    message = refusal(b'{"messages":[],"user":"a\\ud83d' + after.encode() + b'"}').message
+    assert "surrogate pair" in message and "truncated" not in message
 
 
 def test_null_is_absent_and_unknown_fields_are_skipped() -> None:
