@@ -1,10 +1,12 @@
 """Speculation on the real model: time per output token with it, against without, in interleaved runs.
 
 Engines stand side by side and take turns, another one begins each time, so that what else the machine does hits all.
+With 64 streams, where runs differ most and drafts may cost the least, plain decoding runs again between any two others,
+each is judged by the plain runs next to it, and a run is timed from its first request to its last token.
 Every stream must give the same tokens with and without (float32; near ties are excused, as everywhere).
 `SPECULATION_HEAD` names the directory of another draft head (`slipring train-draft`) than the repository's.
 
-`--only` takes methods and workloads, separated by commas: `--only ngram,free`. All of it takes a quarter of an hour.
+`--only` takes methods and workloads, separated by commas: `--only ngram,free`. All of it takes half an hour.
 """
 
 from __future__ import annotations
@@ -46,12 +48,13 @@ SCHEMA = {
     "required": ["full_name", "place_of_birth", "year_of_birth", "occupation", "is_still_alive"],
     "additionalProperties": False,
 }
-WORKLOADS = ("repeating", "free", "64 streams", "structured")
+BUSY = "64 streams"
+WORKLOADS = ("repeating", "free", BUSY, "structured")
 NUM_STREAMS = 64
 MOST_DIFFERENT = 0.02
 HEAD = Path(__file__).parents[1] / "heads" / "smollm2-eagle"
 PLAIN = "none"
-_TOKENS = {"repeating": 96, "free": 48, "64 streams": 20, "structured": 160}
+_TOKENS = {"repeating": 96, "free": 48, BUSY: 20, "structured": 160}
 """Most output tokens of a stream."""
 
 
@@ -73,7 +76,7 @@ class Stream:
 class Run:
     streams: list[Stream]
     seconds: float
-    """Per output token and stream."""
+    """Per output token and stream; with many of them, prompts included."""
 
 
 def measure(options: Options) -> Measurement:
@@ -118,7 +121,7 @@ def _is_told(method: str, workload: str) -> bool:
     """Whether a method means anything to a workload beyond what another one shows."""
     if method in ("grammar", "eagle tree"):
         return workload == ("structured" if method == "grammar" else "free")
-    return (workload == "64 streams") if "wide" in method else (method, workload) != ("suffix", "64 streams")
+    return (workload == BUSY) if "wide" in method else (method, workload) != ("suffix", BUSY)
 
 
 async def _measure(options: Options) -> Measurement:
@@ -146,34 +149,48 @@ async def _compare(engines: dict[str, Engine], workload: str, options: Options) 
     """A row for each engine but the plain one, and the ratio of each pair of runs."""
     names = list(engines)
     times, valid = {name: list[float]() for name in names}, {name: list[bool]() for name in names}
+    ratios = {name: list[float]() for name in names[1:]}
     before = {name: engine.stats() for name, engine in engines.items()}
-    for run in range(3 if options.quick else 6):
-        runs = {
-            name: await _run(engines[name], workload, options, f"{workload}-{run}-{name}".replace(" ", "-"))
-            for name in in_turns(names, run)
-        }
-        for name, each in runs.items():
-            _assert_equal(runs[PLAIN].streams, each.streams)
-            valid[name] += [_is_valid(engines[name], stream) for stream in each.streams if stream.grammar is not None]
-            if run:  # in the first one caches fill, and the controller learns
-                times[name].append(each.seconds)
+    for number in range(3 if options.quick else 6):
+        order = _order(names, number, workload)
+        runs = [
+            await _run(engines[name], workload, options, f"{workload}-{number}-{place}-{name}".replace(" ", "-"))
+            for place, name in enumerate(order)
+        ]
+        plain = [place for place, name in enumerate(order) if name == PLAIN]
+        for place, (name, run) in enumerate(zip(order, runs, strict=True)):
+            _assert_equal(runs[plain[0]].streams, run.streams)
+            valid[name] += [_is_valid(engines[name], stream) for stream in run.streams if stream.grammar is not None]
+            if not number:  # caches fill, and the controller learns
+                continue
+            times[name].append(run.seconds)
+            if name != PLAIN:
+                nearest = min(abs(p - place) for p in plain)
+                without = statistics.mean(runs[p].seconds for p in plain if abs(p - place) == nearest)
+                ratios[name].append(round(without / run.seconds, 4))
     found = []
     for name in names[1:]:
         stats = engines[name].stats()
         accepted = stats.num_accepted_tokens - before[name].num_accepted_tokens
         drafts = stats.num_drafts - before[name].num_drafts
-        ratios = [round(without / drafting, 4) for without, drafting in zip(times[PLAIN], times[name], strict=True)]
         row = {
             "method": name,
             "workload": workload,
             "accepted_length_mean": round(1 + accepted / max(1, drafts), 3),
-            "tpot_ratio": round(statistics.median(ratios), 3),
+            "tpot_ratio": round(statistics.median(ratios[name]), 3),
             "tpot_ms_without": round(statistics.median(times[PLAIN]) * 1e3, 2),
             "tpot_ms_with": round(statistics.median(times[name]) * 1e3, 2),
             "valid_share": round(statistics.mean(valid[name]), 4) if valid[name] else "",
         }
-        found.append((row, ratios))
+        found.append((row, ratios[name]))
     return found
+
+
+def _order(names: list[str], number: int, workload: str) -> list[str]:
+    """Who runs after whom in this round; the plain one is `names[0]`."""
+    if workload != BUSY:
+        return in_turns(names, number)
+    return [PLAIN, *(each for name in in_turns(names[1:], number) for each in (name, PLAIN))]
 
 
 def _assert_equal(without: list[Stream], with_drafts: list[Stream]) -> None:
@@ -211,19 +228,14 @@ async def _run(engine: Engine, workload: str, options: Options, name: str) -> Ru
     """The workload's streams: one after the other, or 64 at once."""
     num_tokens = max(16, _TOKENS[workload] // 3) if options.quick and workload != "structured" else _TOKENS[workload]
     streams = await _streams(engine, workload)
-    if workload == "64 streams":
+    if workload == BUSY:
+        began = time.perf_counter()
         await asyncio.gather(*[_generate(engine, s, f"{name}-{i}", num_tokens) for i, s in enumerate(streams)])
-        return Run(streams, _side_by_side(streams))
+        each = statistics.mean(len(stream.tokens) for stream in streams)
+        return Run(streams, (max(stream.times[-1] for stream in streams) - began) / each)
     for number, stream in enumerate(streams):
         await _generate(engine, stream, f"{name}-{number}", num_tokens)
     return Run(streams, statistics.mean(stream.tpot_s for stream in streams))
-
-
-def _side_by_side(streams: list[Stream]) -> float:
-    """Seconds per output token and stream from where all have begun: before, steps hold the others' prompts."""
-    begun, ended = max(stream.times[0] for stream in streams), max(stream.times[-1] for stream in streams)
-    num_tokens = sum(moment > begun for stream in streams for moment in stream.times)
-    return (ended - begun) * len(streams) / num_tokens
 
 
 async def _streams(engine: Engine, workload: str) -> list[Stream]:
