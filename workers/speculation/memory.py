@@ -34,8 +34,8 @@ def draft_memory(config: WorkerConfig) -> DraftMemory:
 def _state_width(config: WorkerConfig, shapes: dict[str, tuple[int, ...]]) -> int:
     """Of what waits to be entered: the last hidden state, or the taps of an EAGLE-3 head, which it fuses alone."""
     reads = next((shape[-1] for name, shape in shapes.items() if name in ("fuse.codes", "fc.weight")), 0)
-    is_eagle3 = "tap_norm" in shapes or any(name.endswith("hidden_norm.weight") for name in shapes)
-    return reads if is_eagle3 else config.model.hidden_size
+    hidden = config.model.hidden_size
+    return reads if published_heads.is_eagle3(shapes, hidden) else hidden
 
 
 def _eagle_weights(config: WorkerConfig, dtype: torch.dtype, shapes: dict[str, tuple[int, ...]]) -> int:

@@ -12,6 +12,7 @@ its number in that vocabulary a token's id is.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ FILES = (WEIGHTS, "pytorch_model.bin")
 _THETA, _EPS = 10_000.0, 1e-6
 """What Hugging Face's LlamaConfig says when a config does not."""
 NOT_READ = ("embed_tokens.weight", "t2d")
+_LAYERS = ("midlayer", "layers.0")
+_QUERIES = ("qkv.codes", *(f"{layer}.self_attn.q_proj.weight" for layer in _LAYERS))
 
 
 class _AuxLayers(msgspec.Struct, frozen=True):
@@ -47,17 +50,21 @@ class PublishedConfig(msgspec.Struct, frozen=True):
     eagle_aux_hidden_state_layer_ids: tuple[int, ...] | None = None
 
 
+def is_eagle3(shapes: Mapping[str, Sequence[int]], hidden_size: int) -> bool:
+    """By the shapes of a head's tensors, in our own layout too: its attention reads two vectors side by side."""
+    return any(shapes[name][-1] == 2 * hidden_size for name in _QUERIES if name in shapes)
+
+
 def load_published(path: Path, spec: ModelSpec, max_model_len: int) -> EagleHead:
     """In float32. EAGLE's comes without `output`. Raises OSError, or ValueError that says what does not fit."""
     config = msgspec.json.decode((path / CONFIG).read_bytes(), type=PublishedConfig)
     if config.hidden_act != "silu":
         raise ValueError(f"{path}: hidden_act {config.hidden_act!r} is not supported (silu is)")
     tensors = _Tensors(path, _read(path))
-    layer = "midlayer" if tensors.has("midlayer.self_attn.q_proj.weight") else "layers.0"
-    is_eagle3 = tensors.width(f"{layer}.self_attn.q_proj.weight") == 2 * spec.hidden_size
-    taps = _taps(path, config, spec) if is_eagle3 else ()
+    layer = next((name for name in _LAYERS if tensors.has(f"{name}.self_attn.q_proj.weight")), _LAYERS[-1])
+    taps = _taps(path, config, spec) if is_eagle3(tensors.shapes, spec.hidden_size) else ()
     head_spec = msgspec.structs.replace(spec, rms_norm_eps=config.rms_norm_eps)
-    weights = _layer(tensors, layer, spec, 2 if is_eagle3 else 1)
+    weights = _layer(tensors, layer, spec, 2 if taps else 1)
     weights |= _around(tensors, layer, spec, taps)
     token_ids = _vocabulary(tensors, spec, weights)
     tensors.finish()
@@ -82,8 +89,9 @@ class _Tensors:
     def has(self, name: str) -> bool:
         return name in self._tensors
 
-    def width(self, name: str) -> int:
-        return self._tensors[name].shape[-1] if name in self._tensors else 0
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def rows(self, name: str) -> int:
         return len(self._tensors[name])
@@ -118,17 +126,18 @@ def _layer(tensors: _Tensors, layer: str, spec: ModelSpec, width: int) -> dict[s
     sizes = {"q": heads, "k": spec.num_kv_heads * spec.head_dim, "v": spec.num_kv_heads * spec.head_dim}
     attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
     qkv = [tensors.take(f"{attention}.{x}_proj.weight", size, width * hidden) for x, size in sizes.items()]
-    biases = [tensors.maybe(f"{attention}.{x}_proj.bias", size) for x, size in sizes.items()]
+    names, biases = {f"{attention}.{x}_proj.bias": size for x, size in sizes.items()}, list[Tensor]()
+    if any(map(tensors.has, names)):
+        biases = [tensors.take(name, size) for name, size in names.items()]
     middle = tensors.rows(f"{mlp}.gate_proj.weight") if tensors.has(f"{mlp}.gate_proj.weight") else 0
     gate_up = [tensors.take(f"{mlp}.{x}_proj.weight", middle, hidden) for x in ("gate", "up")]
-    given = [bias for bias in biases if bias is not None]
     return {
         "qkv": torch.cat(qkv),
         "out": tensors.take(f"{attention}.o_proj.weight", hidden, heads),
         "gate_up": torch.cat(gate_up),
         "down": tensors.take(f"{mlp}.down_proj.weight", hidden, middle),
         "mlp_norm": tensors.take(f"{layer}.post_attention_layernorm.weight", hidden),
-        **({"qkv_bias": torch.cat(given)} if len(given) == len(biases) else {}),
+        **({"qkv_bias": torch.cat(biases)} if biases else {}),
     }
 
 

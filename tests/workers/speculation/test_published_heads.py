@@ -173,6 +173,7 @@ def test_served_tokens_are_the_same(spec: ModelSpec, tmp_path: Path, eagle3: boo
         ({"fc.weight": torch.zeros(3, 4)}, r"fc.weight is \[3, 4\], this model needs"),
         ({"layers.1.mlp.up_proj.weight": torch.zeros(2)}, r"layers.1.mlp.up_proj.weight: not part of"),
         ({"layers.0.self_attn.k_proj.weight": torch.zeros(8, 8)}, "k_proj.weight is"),
+        ({"layers.0.self_attn.q_proj.bias": torch.zeros(64)}, "k_proj.bias is missing"),
     ],
 )
 def test_what_does_not_fit_is_named(
