@@ -92,8 +92,7 @@ def draw_ref(logits: Tensor, params: DrawParams) -> Tensor:
     filtered = _has_filter(params)
     if not filtered.any():
         return _draw_wide(scores, params)
-    ordered, token_ids = scores.topk(min(NUM_CANDIDATES, scores.shape[1]), dim=1)
-    cutoff = cutoff_ref(ordered, scores.logsumexp(1), params.top_k, params.top_p, params.min_p, whole=False)
+    ordered, token_ids, cutoff = _candidates(scores, params)
     noisy = noise_for_tokens(token_ids, params.seed, params.position, params.choice).add_(ordered)
     noisy.masked_fill_(ordered < cutoff.unsqueeze(1), float("-inf"))
     drawn = token_ids.gather(1, noisy.argmax(1, keepdim=True)).squeeze(1)
@@ -127,8 +126,7 @@ def keep_filtered(scores: Tensor, params: DrawParams) -> Tensor:
     filtered = _has_filter(params)
     if not filtered.any():
         return scores
-    ordered = scores.topk(min(NUM_CANDIDATES, scores.shape[1]), dim=1).values
-    cutoff = cutoff_ref(ordered, scores.logsumexp(1), params.top_k, params.top_p, params.min_p, whole=False)
+    ordered, _, cutoff = _candidates(scores, params)
     kept = scores.masked_fill(scores < cutoff.unsqueeze(1), float("-inf"))
     if len(wide := torch.nonzero(filtered & _reaches_beyond(ordered, cutoff)).squeeze(1)):
         kept[wide] = _filter(scores[wide], params.take(wide))
@@ -137,6 +135,14 @@ def keep_filtered(scores: Tensor, params: DrawParams) -> Tensor:
 
 def _has_filter(params: DrawParams) -> Tensor:
     return (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
+
+
+def _candidates(scores: Tensor, params: DrawParams) -> tuple[Tensor, Tensor, Tensor]:
+    """scores [R, V] -> each row's best ones, falling, and their tokens, [R, C] both; and the filters' cutoff [R], as
+    far as it lies within these (`_reaches_beyond`)."""
+    ordered, token_ids = scores.topk(min(NUM_CANDIDATES, scores.shape[1]), dim=1)
+    cutoff = cutoff_ref(ordered, scores.logsumexp(1), params.top_k, params.top_p, params.min_p, whole=False)
+    return ordered, token_ids, cutoff
 
 
 def _reaches_beyond(ordered: Tensor, cutoff: Tensor) -> Tensor:
