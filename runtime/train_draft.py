@@ -16,7 +16,7 @@ import msgspec
 from slipring.runtime.config import EngineConfig
 from slipring.runtime.engine import Engine
 from slipring.runtime.self_text import SelfText, Writer
-from slipring.shm.spec import DraftTraining, TrainingReport
+from slipring.shm.spec import CHECK_TRAINING, DraftTraining, TrainingReport
 
 _COMMAND = [sys.executable, "-m", "slipring.workers.speculation.training"]
 _CONTEXT = 1024
@@ -100,7 +100,7 @@ def _check_options(options: DraftOptions) -> None:
 def _check(training: DraftTraining, environment: dict[str, str]) -> None:
     """Whether there is a head to go on with: before the model writes for an hour."""
     told = msgspec.msgpack.encode(training)
-    found = subprocess.run([*_COMMAND, "--check"], input=told, env=environment, stderr=subprocess.PIPE)
+    found = subprocess.run([*_COMMAND, CHECK_TRAINING], input=told, env=environment, stderr=subprocess.PIPE)
     if found.returncode:
         said = found.stderr.decode(errors="replace").strip().splitlines()
         raise TrainingError(f"--from: {said[-1].removeprefix('slipring: ') if said else f'status {found.returncode}'}")

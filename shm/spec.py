@@ -117,6 +117,10 @@ class SpeculationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """suffix: see `workers.speculation.suffix`."""
 
 
+CHECK_TRAINING = "--check"
+"""Argument of the process that trains a draft head: it only says whether it could begin."""
+
+
 class DraftTraining(msgspec.Struct, frozen=True, kw_only=True):
     """What the process that trains a draft head is told."""
 

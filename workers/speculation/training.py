@@ -1,6 +1,6 @@
 """`python -m slipring.workers.speculation.training`: trains a draft head. Started by `runtime/train_draft.py` with a
-`DraftTraining` on stdin; answers with a `TrainingReport` a line. With `--check` it only says whether it could begin:
-the model is about to write for an hour.
+`DraftTraining` on stdin; answers with a `TrainingReport` a line. With `CHECK_TRAINING` it only says whether it could
+begin: the model is about to write for an hour.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 
-from slipring.shm.spec import DraftTraining, TrainingReport
+from slipring.shm.spec import CHECK_TRAINING, DraftTraining, TrainingReport
 from slipring.workers.speculation.eagle_training import EagleTrainer, start_of
 from slipring.workers.speculation.medusa_training import MedusaTrainer
 
-CHECK = "--check"
 _TRAINERS = {"eagle": EagleTrainer, "medusa": MedusaTrainer}
 
 
@@ -29,7 +28,7 @@ def main() -> int:
         sys.stdout.buffer.flush()
 
     try:
-        if sys.argv[1:] == [CHECK]:
+        if sys.argv[1:] == [CHECK_TRAINING]:
             start_of(training)
             return 0
         trainer = _TRAINERS[training.method](training, report)
