@@ -155,7 +155,8 @@ class Tiers:
         if not tiers or not keys:
             self._end(promotion)
         else:
-            tiers[0].lookup(keys, self._step(promotion, lambda found: self._fetch(tiers, keys, found, promotion)))
+            looked = self._step(promotion, len(keys), lambda found: self._fetch(tiers, keys, found, promotion))
+            tiers[0].lookup(keys, looked)
 
     def _fetch(
         self, tiers: Sequence[SlowTier], keys: list[OffloadKey], found: list[bool], promotion: _Promotion
@@ -177,14 +178,15 @@ class Tiers:
             self._hand_down(good, self._slow[: self._slow.index(tier)])
             self._ask(others, keys, promotion)
 
-        tier.load(plan.keys, plan.slots, self._step(promotion, loaded))
+        tier.load(plan.keys, plan.slots, self._step(promotion, len(plan.keys), loaded))
 
-    def _step(self, promotion: _Promotion, step: Results) -> Results:
-        """A callback that ends the promotion when it fails; the error is the caller's to report."""
+    def _step(self, promotion: _Promotion, num_keys: int, step: Results) -> Results:
+        """A callback that ends the promotion when it fails; the error is the caller's to report. A key that there is no
+        answer for is one that was not to be had."""
 
         def guarded(results: list[bool]) -> None:
             try:
-                step(results)
+                step((results + [False] * num_keys)[:num_keys])
             except Exception:
                 self._end(promotion)
                 raise
