@@ -41,6 +41,7 @@ _TRY_SHARE, _MOST_SAVED = 0.01, 0.1
 """Time for tries: as a share of all, and how much of it is kept for later, as a share of a step."""
 _FEWER = 0.75
 """A step with so many rows for each that there was asks all rows again: drafts are cheaper now."""
+_MOSTLY = 0.5
 _LEARN = 0.1
 _NO_TOKEN = -1
 _WORST = 3.0
@@ -70,6 +71,8 @@ class AdaptiveProposer(ProposerAround):
         self._waited, self._wait = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
         self._asleep: NDArray[np.bool_] = np.zeros(num_rows, bool)
         """Rows that are not asked until they have waited."""
+        self._behind: NDArray[np.bool_] = np.ones(num_rows, bool)
+        """Rows without drafts since they were admitted, or fell asleep: there is more to catch up with than usual."""
         self._num_rows = 0
         """Most rows of a step since a row fell asleep."""
         self._for_tries = 0.0
@@ -82,7 +85,7 @@ class AdaptiveProposer(ProposerAround):
         self._level_seconds = _Seconds()
         """What each level of drafts costs."""
         self._catch_up_seconds = _Seconds()
-        """What it costs that a proposer is asked at all, in steps that ask no row which has slept."""
+        """What it costs that a proposer is asked at all, in steps that ask few rows which are behind."""
         self._seconds = 0.0
         """What the step's drafts cost."""
 
@@ -90,14 +93,14 @@ class AdaptiveProposer(ProposerAround):
         self._levels.forget(row)
         self._sayings.forget(row)
         self._waited[row], self._wait[row] = 0, _FIRST_WAIT
-        self._asleep[row] = False
+        self._asleep[row], self._behind[row] = False, True
         self._depth[row], self._first[row] = 0, _NO_TOKEN
         self._inner.admit(row, token_ids)
 
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
         self._depth[rows], self._expected[rows], self._seconds = 0, 0.0, 0.0
         if self._inner.is_free:
-            drafts = self._inner.propose(rows, most)
+            drafts = self._ask_inner(rows, most)
             self._watch(rows, drafts)
             return self._trim(rows, drafts, np.zeros(len(rows), np.int64))
         most = self._of_those_awake(rows, most)
@@ -111,7 +114,8 @@ class AdaptiveProposer(ProposerAround):
         took = drafts.num > 0
         self._waited[rows[took]] = 0
         if offered.any():
-            self._asleep[rows[(offered > 0) & ~took]] = True
+            left_out = rows[(offered > 0) & ~took]
+            self._asleep[left_out] = self._behind[left_out] = True
             self._num_rows = max(self._num_rows, len(rows))
         return drafts
 
@@ -158,6 +162,8 @@ class AdaptiveProposer(ProposerAround):
         worth[place >= levels[:, None]] = 0.0
         num = self._that_pay(worth, levels, self._level_seconds.mean, self._catch_up_seconds.mean) + tries
         asked = np.minimum(num, levels) if self._tree_depth is None else np.where(num > 0, most, 0)
+        if not asked.any():
+            return Drafts.none(len(rows)), asked
         began = self._clock()
         self._inner.catch_up(rows[asked > 0])
         caught_up = self._clock()
@@ -168,12 +174,15 @@ class AdaptiveProposer(ProposerAround):
         expected = self._catch_up_seconds.mean + self._level_seconds.mean * deepest
         if drafts.num.any():
             self._level_seconds.learn((ended - caught_up) / deepest)
-        if asked.any() and not tries.any():
+        # Those behind take longer, once. Where even that was shorter than what is known, what is known is wrong.
+        usual = self._behind[rows[asked > 0]].mean() < _MOSTLY
+        if usual or caught_up - began < self._catch_up_seconds.mean:
             self._catch_up_seconds.learn(caught_up - began)
-        elif asked.any():
+        if tries.any():
             # Not all of what a stall took: there would be no tries for a hundred times as long.
             seconds = min(self._seconds, expected * _WORST)
             self._for_tries -= seconds * float(tries[asked > 0].sum() / num[asked > 0].sum())
+        self._behind[rows[drafts.num > 0]] = False
         return drafts, asked
 
     def _trim(self, rows: IntArray, drafts: Drafts, tries: IntArray) -> Drafts:

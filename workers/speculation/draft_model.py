@@ -2,9 +2,9 @@
 
 Its keys and values lie in a pool of their own with the target's block numbers: position p of a row is kept where the
 target keeps it, so blocks that the prefix cache shares bring their draft state along. The model runs only when drafts
-are asked for. Then it first computes what it has not seen of a row, a long prompt in slices, and drafts from there: a
-row that was not drafted for a while has no hole, only more to catch up with. `_entered` says which blocks it has seen
-whole; the target's own steps take that back where they write, and so do KV tiers.
+are asked for. Then it first computes what it has not seen of a row (`catch_up`), a long prompt in slices, and drafts
+from there: a row that was not drafted for a while has no hole, only more to catch up with. `_entered` says which blocks
+it has seen whole; the target's own steps take that back where they write, and so do KV tiers.
 """
 
 from __future__ import annotations
@@ -86,11 +86,25 @@ class DraftModelProposer(NullProposer):
         self._entered[blocks] = False
 
     @torch.inference_mode()
+    def catch_up(self, rows: IntArray) -> None:
+        """Compute a slice of what is missing. A row that lacks more than a few tokens then has no drafts yet."""
+        unknown = rows[self._computed[rows] < 0]
+        for row in unknown.tolist():
+            blocks = self._block_table[row, : (self._length[row] - 1) // self._size]
+            self._entered_of[row] = num_seen = int(self._entered[blocks].cumprod().sum())
+            self._computed[row] = num_seen * self._size
+        end, room = self._length[rows] - 1, SLICE
+        for i in np.flatnonzero(end - self._computed[rows] >= _SHORT).tolist():
+            if room <= 0:
+                break
+            target = min(int(end[i]), int(self._computed[rows[i]]) + room)
+            room -= target - int(self._computed[rows[i]])
+            self._compute(rows[i : i + 1], np.array([target]))
+
+    @torch.inference_mode()
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
-        at = np.flatnonzero(most > 0)
-        ready = self._catch_up(rows[at])
-        num = np.zeros(len(rows), np.int64)
-        num[at[ready]] = most[at[ready]]
+        ready = self._length[rows] - 1 - self._computed[rows] < _SHORT
+        num = np.where(ready, most, 0)
         width = int(num.max(initial=0))
         drafts, proposals = Drafts(np.zeros((len(rows), width), np.int64), num), None
         for place in range(width):
@@ -106,22 +120,6 @@ class DraftModelProposer(NullProposer):
                     proposals = np.zeros((*drafts.tokens.shape, guesses.proposals.shape[1]), PROPOSAL)
                 proposals[going, place] = guesses.proposals
         return replace(drafts, proposals=proposals)
-
-    def _catch_up(self, rows: IntArray) -> NDArray[np.bool_]:
-        """[n]: whether a row's tokens but the last few have been computed; computes a slice of what is missing."""
-        unknown = rows[self._computed[rows] < 0]
-        for row in unknown.tolist():
-            blocks = self._block_table[row, : (self._length[row] - 1) // self._size]
-            self._entered_of[row] = num_seen = int(self._entered[blocks].cumprod().sum())
-            self._computed[row] = num_seen * self._size
-        end, room = self._length[rows] - 1, SLICE
-        for i in np.flatnonzero(end - self._computed[rows] >= _SHORT).tolist():
-            if room <= 0:
-                break
-            target = min(int(end[i]), int(self._computed[rows[i]]) + room)
-            room -= target - int(self._computed[rows[i]])
-            self._compute(rows[i : i + 1], np.array([target]))
-        return end - self._computed[rows] < _SHORT
 
     def _compute(self, rows: IntArray, end: IntArray) -> Tensor:
         """Compute each row's positions up to end [n]; returns the scores of what follows them, [n, V]."""

@@ -122,7 +122,6 @@ class EagleProposer(NullProposer):
     @torch.inference_mode()
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
         self._asked |= bool(most.any())
-        self.catch_up(rows[most > 0])
         most = np.where(self._next[rows] == self._target.rows.position[rows], most, 0)
         at = np.flatnonzero(most)
         if not len(at):

@@ -33,16 +33,16 @@ class GrammarProposer(ProposerAround):
 
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
         if not self._constraints.any(rows):
-            return self._inner.propose(rows, most)
+            return self._ask_inner(rows, most)
         forced = self._constraints.forced(rows, most)
         if not forced.num.any():
-            return self._inner.propose(rows, most)
+            return self._ask_inner(rows, most)
         if self._lookup is None:
-            return _then(forced, self._inner.propose(rows, np.where(forced.num > 0, 0, most)))
+            return _then(forced, self._ask_inner(rows, np.where(forced.num > 0, 0, most)))
         at = np.flatnonzero(forced.num)
         self._lookup.accept(rows[at], forced.tokens[at], forced.num[at])
         self._told[rows[at]] = forced.num[at]
-        return _then(forced, self._inner.propose(rows, most - forced.num))
+        return _then(forced, self._ask_inner(rows, most - forced.num))
 
     def accept(self, rows: IntArray, tokens: IntArray, counts: IntArray) -> None:
         told = self._told[rows]

@@ -127,7 +127,8 @@ class Proposer(Protocol):
         ...
 
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
-        """At most most[i] drafts for rows[i], to follow its last token."""
+        """At most most[i] drafts for rows[i], to follow its last token. Whoever asks has called `catch_up` for the rows
+        that it asks for any, since their last tokens were accepted."""
         ...
 
     def step_took(self, num_tokens: int, seconds: float) -> None:
@@ -170,7 +171,8 @@ class NullProposer:
 
 
 class ProposerAround:
-    """Another proposer, of which a subclass changes a part."""
+    """Another proposer, of which a subclass changes a part. That one catches up once it is known for which rows it is
+    asked (`_ask_inner`)."""
 
     def __init__(self, inner: Proposer) -> None:
         self._inner = inner
@@ -189,13 +191,17 @@ class ProposerAround:
         self._inner.saw(entries, batch, hidden, runs)
 
     def catch_up(self, rows: IntArray) -> None:
-        self._inner.catch_up(rows)
+        """Nothing yet: perhaps not all of these rows will be asked for."""
 
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
-        return self._inner.propose(rows, most)
+        return self._ask_inner(rows, most)
 
     def step_took(self, num_tokens: int, seconds: float) -> None:
         self._inner.step_took(num_tokens, seconds)
 
     def overwritten(self, blocks: IntArray) -> None:
         self._inner.overwritten(blocks)
+
+    def _ask_inner(self, rows: IntArray, most: IntArray) -> Drafts:
+        self._inner.catch_up(rows[most > 0])
+        return self._inner.propose(rows, most)

@@ -182,6 +182,36 @@ def test_rows_that_nobody_asked_for_say_nothing_about_the_time_it_takes() -> Non
     assert asked < 20
 
 
+def test_what_is_caught_up_with_once_does_not_make_a_proposer_dear() -> None:
+    """A long prompt, in slices or at once, says nothing about the steps after it."""
+
+    class Prompted(Slow):
+        num_left = 3
+
+        def catch_up(self, rows: IntArray) -> None:
+            self.now += 0.2 * len(rows) * (self.num_left > 0)
+
+        def propose(self, rows: IntArray, most: IntArray) -> Drafts:
+            self.num_left -= 1
+            return super().propose(rows, most) if self.num_left < 1 else Drafts.none(len(rows), int(most.max()))
+
+    slow = Prompted(0.0001)
+    proposer = AdaptiveProposer(slow, StepCosts(SIZES, FLAT), num_rows=8, clock=lambda: slow.now)
+    for _ in range(8):
+        slow.num_left = 3
+        proposer.admit(3, np.zeros(0, np.int32))
+        assert run(proposer, [3], [0.7], 10)[2:].mean() > 1.5
+
+
+def test_a_stall_that_was_taken_for_what_catching_up_takes_is_found_out() -> None:
+    slow = Slow(0.0001, 0.1)
+    proposer = AdaptiveProposer(slow, StepCosts(SIZES, FLAT), num_rows=8, clock=lambda: slow.now)
+    proposer.admit(3, np.zeros(0, np.int32))
+    assert run(proposer, [3], [0.7], 20)[-10:].mean() < 0.5
+    slow._catch_up = 0.0
+    assert run(proposer, [3], [0.7], 2000)[-50:].mean() > 1.5
+
+
 def test_a_try_that_stalls_is_not_the_last_one() -> None:
     slow = Slow(0.001)
     proposer = AdaptiveProposer(slow, StepCosts(SIZES, FLAT), num_rows=8, clock=lambda: slow.now)

@@ -103,6 +103,7 @@ def test_what_a_head_reads_in_a_tree_is_what_it_reads_in_chains(
 def check_tree(proposer: EagleProposer, sequences: list[Sequence], most: int) -> list[set[tuple[int, ...]]]:
     """Each draft is worth what the head says in a chain; returns each row's ranks of its drafts' paths."""
     rows, found = np.array([sequence.row for sequence in sequences]), list[set[tuple[int, ...]]]()
+    proposer.catch_up(rows)
     drafts = proposer.propose(rows, np.full(len(rows), most))
     assert drafts.worth is not None and (drafts.num == most).all()
     for i, row in enumerate(rows.tolist()):
@@ -189,6 +190,10 @@ class Sleeper(NullProposer):
     def __init__(self, head: EagleProposer) -> None:
         self.admit, self.saw, self._head = head.admit, head.saw, head
         self.sleeps = True
+
+    def catch_up(self, rows: IntArray) -> None:
+        if not self.sleeps:
+            self._head.catch_up(rows)
 
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
         return Drafts.none(len(rows)) if self.sleeps else self._head.propose(rows, most)

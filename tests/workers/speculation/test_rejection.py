@@ -67,7 +67,9 @@ def test_what_a_draft_is_worth_says_nothing_of_what_was_drawn(spec: ModelSpec, h
         for seed, temperature in enumerate((0.0, 0.7, 0.7, 0.7))
     ]
     rig.generate([greedy, *sampled], 1)  # top_k makes the first token the same one; drafts know of no such filter
-    drafts = rig.runner.proposer.propose(np.array([each.row for each in (greedy, *sampled)]), np.full(4, 3))
+    rows = np.array([each.row for each in (greedy, *sampled)])
+    rig.runner.proposer.catch_up(rows)
+    drafts = rig.runner.proposer.propose(rows, np.full(4, 3))
     assert drafts.worth is not None and drafts.proposals is not None and drafts.parents is None
     assert len({tuple(tokens) for tokens in drafts.tokens[1:].tolist()}) > 1
     assert np.ptp(drafts.worth[1:], axis=0).max() < 1e-6
