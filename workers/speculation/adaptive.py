@@ -1,14 +1,16 @@
 """How many drafts pay: measured acceptance against the measured cost of a step.
 
-A step takes those drafts, of all rows, that make it yield the most tokens a second. A draft's worth is the chance that
-it and those before it are accepted: what the proposer says, corrected by what came of such sayings, or else, by the
-row's own record, which begins with everybody's. Of a tree those drafts are taken that are worth most. A row whose
-drafts are not worth their cost has none.
+A step takes those drafts, of all rows, that make it yield the most tokens a second, by what they are worth
+(`judged.py`). Of a tree those drafts are taken that are worth most. A row whose drafts are not worth their cost has
+none.
+
+A proposer that takes time is only asked where its drafts would be worth that as well. A row for which they are not
+sleeps, but is tried again with a few drafts after a while, which doubles with each failure. All tries together may take
+a small share of the time. Beside it another one may stand whose drafts are free: a row takes these where they promise
+no less than the proposer's would, or where it gets none from it.
 
 Where drafts cost nothing to make, those that are not taken are compared with what is drawn, too, so a row that turns
-predictable is found at once. A proposer that takes time is only asked where its drafts would be worth that as well. A
-row for which they are not sleeps, but is tried again with a few drafts after a while, which doubles with each failure.
-All tries together may take a small share of the time.
+predictable is found at once.
 """
 
 from __future__ import annotations
@@ -19,21 +21,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from slipring.workers.speculation.proposer import Drafts, IntArray, Proposer, ProposerAround
+from slipring.workers.speculation.judged import FloatArray, Judged
+from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer, Proposer, ProposerAround
 from slipring.workers.speculation.step_costs import StepCosts
-from slipring.workers.speculation.tree import depths, ranks
 
-FloatArray = NDArray[np.float64]
-
-_KEEP = 0.9
-"""Weight of what a row's record held before each step with drafts."""
-_KEEP_OVERALL = 0.995
-_PRIOR_TRIALS = 2.0
-"""Drafts of its own after which a row's record weighs as much as everybody's."""
-_FIRST_GUESS = (6.0, 10.0)
-"""Accepted drafts and trials that the overall record begins with."""
-_FIRST_SAYINGS = (4.0, 5.0)
-"""Accepted drafts, and how many the proposer had expected, likewise."""
 _TRY_DRAFTS = 2
 _FIRST_WAIT, _LONGEST_WAIT = 4, 64
 """Steps without drafts before a row is tried again."""
@@ -43,7 +34,6 @@ _FEWER = 0.75
 """A step with so many rows for each that there was asks all rows again: drafts are cheaper now."""
 _MOSTLY = 0.5
 _LEARN = 0.1
-_NO_TOKEN = -1
 _WORST = 3.0
 """Drafts that took longer than so many times what was expected count as if they had taken that."""
 
@@ -57,17 +47,18 @@ class AdaptiveProposer(ProposerAround):
         costs: StepCosts,
         num_rows: int,
         tree_depth: int | None = None,
+        free: Proposer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tree_depth`: most drafts that follow each other where they branch; None: chains."""
+        """`tree_depth`: most drafts that follow each other where they branch; None: chains. `free`: who looks up drafts
+        beside a proposer that takes time, from a row's tokens alone."""
         super().__init__(proposer)
+        null = NullProposer()
+        self._free = Judged(proposer if proposer.is_free else free or null, num_rows)
+        self._dear = Judged(null if proposer.is_free else proposer, num_rows)
         self._clock = clock
         self._costs = costs
         self._tree_depth = tree_depth
-        self._levels = _Record(num_rows, _FIRST_GUESS)
-        """Drafts accepted, of those that were tried: one more than were accepted, where there were more."""
-        self._sayings = _Record(num_rows, _FIRST_SAYINGS)
-        """Drafts accepted, of those that the proposer expected to be."""
         self._waited, self._wait = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
         self._asleep: NDArray[np.bool_] = np.zeros(num_rows, bool)
         """Rows that are not asked until they have waited."""
@@ -77,11 +68,6 @@ class AdaptiveProposer(ProposerAround):
         """Most rows of a step since a row fell asleep."""
         self._for_tries = 0.0
         """Seconds that tries may take."""
-        self._depth, self._expected = np.zeros(num_rows, np.int64), np.zeros(num_rows)
-        """Of the drafts of the step under way."""
-        self._first = np.full(num_rows, _NO_TOKEN)
-        """First draft of the step under way, taken or not, where making drafts is free."""
-        self._first_worth = np.zeros(num_rows)
         self._level_seconds = _Seconds()
         """What each level of drafts costs."""
         self._catch_up_seconds = _Seconds()
@@ -90,45 +76,43 @@ class AdaptiveProposer(ProposerAround):
         """What the step's drafts cost."""
 
     def admit(self, row: int, token_ids: NDArray[np.int32]) -> None:
-        self._levels.forget(row)
-        self._sayings.forget(row)
         self._waited[row], self._wait[row] = 0, _FIRST_WAIT
         self._asleep[row], self._behind[row] = False, True
-        self._depth[row], self._first[row] = 0, _NO_TOKEN
-        self._inner.admit(row, token_ids)
+        for judged in (self._free, self._dear):
+            judged.admit(row, token_ids)
 
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
-        self._depth[rows], self._expected[rows], self._seconds = 0, 0.0, 0.0
-        if self._inner.is_free:
-            drafts = self._ask_inner(rows, most)
-            self._watch(rows, drafts)
-            return self._trim(rows, drafts, np.zeros(len(rows), np.int64))
-        most = self._of_those_awake(rows, most)
-        if not most.any():
-            return Drafts.none(len(rows))
-        tries = self._to_try(rows, most)
-        drafts, asked = self._ask(rows, most, tries)
+        self._seconds = 0.0
+        for judged in (self._free, self._dear):
+            judged.begin(rows)
+        found = self._free.propose(rows, most)
+        worth = self._free.worth(rows, found)
+        most = np.zeros_like(most) if self._inner.is_free else self._of_those_awake(rows, most)
+        promised = self._promised(rows, most)
+        most = np.where((found.num > 0) & (worth.sum(1) >= promised.sum(1)), 0, most)
+        tries, asked, drafts = np.zeros_like(most), np.zeros_like(most), Drafts.none(len(rows))
+        if most.any():
+            tries = self._to_try(rows, most)
+            drafts, asked = self._ask(rows, most, promised, tries)
+        made = drafts.num > 0
+        both, worth = drafts.or_else(found), _or_else(made, self._dear.worth(rows, drafts), worth)
+        kept = self._kept(worth, both.num, np.where(made, tries, 0))
+        for judged, own, its in ((self._dear, drafts, made), (self._free, found, ~made)):
+            judged.take(rows, own, kept[:, : own.tokens.shape[1]] & its[:, None])
         # A row that had to be asked and has no drafts (it catches up, perhaps) is not one that is not worth it.
-        offered = np.where(asked > 0, drafts.num, most)
-        drafts = self._trim(rows, drafts, tries)
-        took = drafts.num > 0
+        offered, took = np.where(asked > 0, drafts.num, most) > 0, made & kept.any(1)
         self._waited[rows[took]] = 0
         if offered.any():
-            left_out = rows[(offered > 0) & ~took]
+            left_out = rows[offered & ~took]
             self._asleep[left_out] = self._behind[left_out] = True
             self._num_rows = max(self._num_rows, len(rows))
-        return drafts
+        return both.keep(kept)
 
     def accept(self, rows: IntArray, tokens: IntArray, counts: IntArray) -> None:
-        self._inner.accept(rows, tokens, counts)
-        drafted = self._depth[rows] > 0
-        if drafted.any():
-            self._learn(rows[drafted], counts[drafted] - 1)
-        if self._inner.is_free:
-            watched = ~drafted & (self._first[rows] != _NO_TOKEN) & (counts > 0)
-            if watched.any():
-                self._learn_unseen(rows[watched], tokens[watched, 0])
-            self._first[rows] = _NO_TOKEN
+        self._free.accept(rows, tokens, counts)
+        asked, right = self._dear.accept(rows, tokens, counts)
+        longer = np.minimum(self._wait[asked] * 2, _LONGEST_WAIT)
+        self._wait[asked] = np.where(right, _FIRST_WAIT, longer)
 
     def step_took(self, num_tokens: int, seconds: float) -> None:
         self._costs.observe(num_tokens, max(seconds - self._seconds, seconds / 2))
@@ -136,7 +120,7 @@ class AdaptiveProposer(ProposerAround):
 
     def acceptance(self, rows: IntArray) -> FloatArray:
         """[R]: the chance that a draft is accepted when those before it were."""
-        return self._levels.share(rows)
+        return (self._free if self._inner.is_free else self._dear).acceptance(rows)
 
     def _of_those_awake(self, rows: IntArray, most: IntArray) -> IntArray:
         """`most`, but 0 for rows that wait."""
@@ -154,12 +138,19 @@ class AdaptiveProposer(ProposerAround):
             self._asleep[rows] = asleep
         return np.where(asleep, 0, most)
 
-    def _ask(self, rows: IntArray, most: IntArray, tries: IntArray) -> tuple[Drafts, IntArray]:
-        """What a proposer drafts that takes time, and how many it was asked for: of the rows that are worth it."""
-        levels = most if self._tree_depth is None else np.minimum(most, self._tree_depth)
+    def _promised(self, rows: IntArray, most: IntArray) -> FloatArray:
+        """[R, K]: what drafts would be worth that are still to be made, as far as rows' records tell."""
+        levels = self._levels(most)
         place = np.arange(int(levels.max(initial=0)))
-        worth = self.acceptance(rows)[:, None] ** (place + 1)
-        worth[place >= levels[:, None]] = 0.0
+        return np.where(place < levels[:, None], self._dear.acceptance(rows)[:, None] ** (place + 1), 0.0)
+
+    def _levels(self, most: IntArray) -> IntArray:
+        """[R]: drafts that follow each other, among so many."""
+        return most if self._tree_depth is None else np.minimum(most, self._tree_depth)
+
+    def _ask(self, rows: IntArray, most: IntArray, promised: FloatArray, tries: IntArray) -> tuple[Drafts, IntArray]:
+        """What a proposer drafts that takes time, and how many it was asked for: of the rows that are worth it."""
+        levels, worth = self._levels(most), np.where(most[:, None] > 0, promised, 0.0)
         num = self._that_pay(worth, levels, self._level_seconds.mean, self._catch_up_seconds.mean) + tries
         asked = np.minimum(num, levels) if self._tree_depth is None else np.where(num > 0, most, 0)
         if not asked.any():
@@ -185,31 +176,12 @@ class AdaptiveProposer(ProposerAround):
         self._behind[rows[drafts.num > 0]] = False
         return drafts, asked
 
-    def _trim(self, rows: IntArray, drafts: Drafts, tries: IntArray) -> Drafts:
-        """Those that make the step yield the most."""
-        if not drafts.num.any():
-            return drafts
-        of_tokens = depths(drafts.follows)[:, 1:]
-        there = np.arange(of_tokens.shape[1]) < drafts.num[:, None]
-        worth = np.where(there, self._worth(rows, drafts, of_tokens), 0.0)
-        num = self._that_pay(worth, drafts.num) + tries
+    def _kept(self, worth: FloatArray, num: IntArray, tries: IntArray) -> NDArray[np.bool_]:
+        """[D, K]: the drafts that make the step yield the most, of those worth [D, K], num [D] of each entry's."""
+        most = self._that_pay(worth, num) + tries
         # A draft is worth no more than the one it follows, so the best ones are a tree.
-        kept = there & (np.argsort(np.argsort(-worth, 1, kind="stable"), 1) < num[:, None])
-        self._depth[rows] = np.where(kept, of_tokens, 0).max(1)
-        if drafts.worth is not None:
-            self._expected[rows] = np.where(kept, drafts.worth, 0.0).sum(1)
-        return drafts.keep(kept)
-
-    def _worth(self, rows: IntArray, drafts: Drafts, of_tokens: IntArray) -> FloatArray:
-        """[D, K]: of each draft."""
-        if drafts.worth is not None:
-            return np.minimum(drafts.worth * self._sayings.share(rows)[:, None], 1.0)
-        chance = self.acceptance(rows)[:, None]
-        worth = chance**of_tokens
-        if drafts.parents is not None:
-            # The second child counts where the first one was wrong, and so on.
-            worth *= (1 - chance) ** ranks(drafts.parents)
-        return worth
+        rank = np.argsort(np.argsort(-worth, 1, kind="stable"), 1)
+        return (rank < most[:, None]) & (np.arange(worth.shape[1]) < num[:, None])
 
     def _that_pay(
         self, worth: FloatArray, num: IntArray, level_seconds: float = 0.0, any_seconds: float = 0.0
@@ -245,34 +217,6 @@ class AdaptiveProposer(ProposerAround):
             self._for_tries -= len(due) * cost  # making them is counted when they are made
         return tries
 
-    def _learn(self, rows: IntArray, accepted: IntArray) -> None:
-        depth = self._depth[rows]
-        accepted = np.minimum(accepted, depth)  # somebody else may have added to the drafts
-        self._levels.learn(rows, accepted, np.minimum(accepted + 1, depth))
-        right = accepted == depth
-        if (expected := self._expected[rows]).any():
-            self._sayings.learn(rows, accepted, expected)
-            self._expected[rows] = 0.0
-            # Who says what drafts are worth has most of a tree for nothing, and still is right.
-            right |= (expected > 0) & (accepted > 0)
-        longer = np.minimum(self._wait[rows] * 2, _LONGEST_WAIT)
-        self._wait[rows] = np.where(right, _FIRST_WAIT, longer)
-
-    def _watch(self, rows: IntArray, drafts: Drafts) -> None:
-        """Remember first drafts, to compare them with what is drawn."""
-        if not drafts.num.any():
-            return
-        self._first[rows] = np.where(drafts.num > 0, drafts.tokens[:, 0], _NO_TOKEN)
-        if drafts.worth is not None:
-            self._first_worth[rows] = drafts.worth[:, 0]
-
-    def _learn_unseen(self, rows: IntArray, drawn: IntArray) -> None:
-        """Of first drafts that were not taken."""
-        hit = (self._first[rows] == drawn).astype(np.int64)
-        self._levels.learn(rows, hit, np.ones(len(rows), np.int64))
-        if (expected := self._first_worth[rows]).any():
-            self._sayings.learn(rows, hit, expected)
-
 
 class _Seconds:
     """A running mean; the first time takes longer than any other, and is not counted."""
@@ -289,23 +233,9 @@ class _Seconds:
             self.mean += (min(seconds, self.mean * _WORST) - self.mean) * _LEARN
 
 
-class _Record:
-    """Of each row and of all: hits among what was expected, later ones weighing more."""
-
-    def __init__(self, num_rows: int, first: tuple[float, float]) -> None:
-        self._hits, self._of = np.zeros(num_rows), np.zeros(num_rows)
-        self._overall = np.array(first)
-
-    def forget(self, row: int) -> None:
-        self._hits[row] = self._of[row] = 0.0
-
-    def share(self, rows: IntArray) -> FloatArray:
-        """[R]"""
-        overall = self._overall[0] / self._overall[1]
-        return (self._hits[rows] + _PRIOR_TRIALS * overall) / (self._of[rows] + _PRIOR_TRIALS)
-
-    def learn(self, rows: IntArray, hits: IntArray, of: IntArray | FloatArray) -> None:
-        """hits, of [R], of one step."""
-        self._hits[rows] = self._hits[rows] * _KEEP + hits
-        self._of[rows] = self._of[rows] * _KEEP + of
-        self._overall = self._overall * _KEEP_OVERALL + (hits.sum(), of.sum())
+def _or_else(its: NDArray[np.bool_], one: FloatArray, other: FloatArray) -> FloatArray:
+    """[D, K]: rows of `one` where `its` [D] is true, else of `other`; 0 where that is too short."""
+    both = np.zeros((len(its), max(one.shape[1], other.shape[1])))
+    both[its, : one.shape[1]] = one[its]
+    both[~its, : other.shape[1]] = other[~its]
+    return both

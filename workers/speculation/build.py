@@ -38,12 +38,19 @@ def build_proposer(
     or three seconds."""
     if config.speculation is None or config.max_draft == 0:
         return NullProposer()
+    spec, num_rows = config.speculation, config.num_rows
     proposer = inner = _proposer(config, runner, progress)
-    if config.speculation.adaptive:
-        inner = AdaptiveProposer(proposer, _step_costs(config, runner), config.num_rows, config.speculation.tree_depth)
+    free = (
+        None
+        if proposer.is_free or not spec.adaptive
+        else NgramProposer(num_rows, spec.prompt_lookup_min, spec.prompt_lookup_max)
+    )
+    if spec.adaptive:
+        inner = AdaptiveProposer(proposer, _step_costs(config, runner), num_rows, spec.tree_depth, free)
     # Those that draft from tokens alone can be told tokens that are not computed yet.
-    told = proposer if proposer.is_free or isinstance(proposer, DraftModelProposer) else None
-    return GrammarProposer(constraints, inner, told, config.num_rows)
+    told = [each for each in (proposer, free) if each is not None]
+    knows_tokens_alone = proposer.is_free or isinstance(proposer, DraftModelProposer)
+    return GrammarProposer(constraints, inner, told if knows_tokens_alone else (), num_rows)
 
 
 def _step_costs(config: WorkerConfig, runner: Runner) -> StepCosts:

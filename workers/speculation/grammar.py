@@ -3,11 +3,13 @@
 They are computed with the others in one step instead of one step each. The target still draws at each of their
 places, under a mask that allows nothing else, so log-probabilities, noise and positions are those without drafts.
 
-Another proposer goes on from there. One that looks tokens up is told them before the step (`lookup`), since they are
-certain; one that needs hidden states drafts for the rows that have none.
+Another proposer goes on from there. One that knows tokens alone is told them before the step, since they are certain;
+one that needs hidden states drafts for the rows that have none.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +21,13 @@ from slipring.workers.speculation.proposer import PROPOSAL, Drafts, IntArray, Pr
 class GrammarProposer(ProposerAround):
     """What grammars force, then the drafts of another proposer."""
 
-    def __init__(self, constraints: Constraints, inner: Proposer, lookup: Proposer | None, num_rows: int) -> None:
-        """`lookup`: what `inner` asks for drafts, when that knows tokens alone."""
+    def __init__(self, constraints: Constraints, inner: Proposer, told: Sequence[Proposer], num_rows: int) -> None:
+        """`told`: those that `inner` asks for drafts, if all of them know tokens alone."""
         super().__init__(inner)
-        self._constraints, self._lookup = constraints, lookup
+        self._constraints, self._knowing = constraints, told
         constraints.look_for_forced()
         self._told = np.zeros(num_rows, np.int64)
-        """Forced tokens of the step under way that `lookup` knows already."""
+        """Forced tokens of the step under way that the others know already."""
 
     def admit(self, row: int, token_ids: NDArray[np.int32]) -> None:
         self._told[row] = 0
@@ -37,10 +39,11 @@ class GrammarProposer(ProposerAround):
         forced = self._constraints.forced(rows, most)
         if not forced.num.any():
             return self._ask_inner(rows, most)
-        if self._lookup is None:
+        if not self._knowing:
             return _then(forced, self._ask_inner(rows, np.where(forced.num > 0, 0, most)))
         at = np.flatnonzero(forced.num)
-        self._lookup.accept(rows[at], forced.tokens[at], forced.num[at])
+        for each in self._knowing:
+            each.accept(rows[at], forced.tokens[at], forced.num[at])
         self._told[rows[at]] = forced.num[at]
         return _then(forced, self._ask_inner(rows, most - forced.num))
 

@@ -8,7 +8,7 @@ proposer may forget a row, or be wrong, at any time. Under rejection sampling it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -91,6 +91,24 @@ class Drafts:
             proposals = np.zeros((*tokens.shape, self.proposals.shape[2]), PROPOSAL)
             proposals[at] = self.proposals
         return Drafts(tokens, num, parents, worth, proposals)
+
+    def or_else(self, other: Drafts) -> Drafts:
+        """`other`'s for the entries that have none. What drafts are worth is left out."""
+        if not other.num.any():
+            return replace(self, worth=None)
+        here, width = self.num > 0, max(self.tokens.shape[1], other.tokens.shape[1])
+        both = Drafts(np.zeros((len(here), width), np.int64), np.where(here, self.num, other.num))
+        parents = None if self.parents is None and other.parents is None else both.follows.copy()
+        given = [drafts.proposals.shape[2] for drafts in (self, other) if drafts.proposals is not None]
+        proposals = np.zeros((*both.tokens.shape, max(given)), PROPOSAL) if given else None
+        for drafts, at in ((self, np.flatnonzero(here)), (other, np.flatnonzero(~here))):
+            own = drafts.tokens.shape[1]
+            both.tokens[at, :own] = drafts.tokens[at]
+            if parents is not None:
+                parents[at, :own] = drafts.follows[at]
+            if proposals is not None and drafts.proposals is not None:
+                proposals[at, :own, : drafts.proposals.shape[2]] = drafts.proposals[at]
+        return replace(both, parents=parents, proposals=proposals)
 
     @property
     def follows(self) -> IntArray:

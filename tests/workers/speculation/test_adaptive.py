@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from slipring.workers.speculation.adaptive import AdaptiveProposer
 from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer
 from slipring.workers.speculation.step_costs import StepCosts
-from slipring.workers.speculation.tree import depths
 
 SIZES = (1, 2, 4, 8, 16, 64)
 FLAT = [0.010, 0.0102, 0.0106, 0.0114, 0.013, 0.022]
@@ -127,16 +126,6 @@ def test_of_a_tree_the_drafts_are_taken_that_are_worth_most() -> None:
     drafts = proposer.propose(np.array([3]), np.array([5]))
     assert drafts.num.tolist() == [3]
     assert drafts.tokens.tolist() == [[0, 3, 4]] and drafts.parents is None, "what is left of the tree is a chain"
-
-
-def test_a_tree_without_sayings_is_judged_by_depth_and_rank() -> None:
-    proposer = AdaptiveProposer(Branching(), StepCosts(SIZES, FLAT), num_rows=8, tree_depth=3)
-    proposer.admit(3, np.zeros(0, np.int32))
-    row = np.array([3])
-    drafts = Branching().propose(row, np.array([5]))
-    worth = proposer._worth(row, drafts, depths(drafts.follows)[:, 1:])
-    a = float(proposer.acceptance(row)[0])
-    assert worth[0] == pytest.approx([a, a * (1 - a), a * a, a * a * (1 - a), a**3 * (1 - a)])
 
 
 def test_sayings_are_corrected_by_what_comes_of_them() -> None:
@@ -286,3 +275,73 @@ def test_a_proposer_that_is_not_ready_yet_is_asked_again_at_once() -> None:
     proposer.admit(3, np.zeros(0, np.int32))
     made = run(proposer, [3], [1.0], 12)[:, 0]
     assert (made[:5] == 0).all() and (made[5:] > 0).all()
+
+
+COPY = 7
+"""What `Copying` drafts."""
+
+
+class Copying(NullProposer):
+    """Drafts that cost nothing, each of which is right with this chance where the one before it was."""
+
+    def __init__(self, chance: float) -> None:
+        self._chance = chance
+
+    def propose(self, rows: IntArray, most: IntArray) -> Drafts:
+        width = int(most.max())
+        worth = np.tile(self._chance ** np.arange(1, width + 1), (len(rows), 1))
+        return Drafts(np.full((len(rows), width), COPY), most.copy(), worth=worth)
+
+
+def beside(chance: float, seconds: list[float] = FLAT, dear: NullProposer | None = None) -> AdaptiveProposer:
+    proposer = AdaptiveProposer(dear or EagerAtACost(), StepCosts(SIZES, seconds), 8, free=Copying(chance))
+    for row in range(8):
+        proposer.admit(row, np.zeros(0, np.int32))
+    return proposer
+
+
+def first_drafts(proposer: AdaptiveProposer, drawn: int, steps: int) -> list[int]:
+    """First drafts of a row whose tokens are all `drawn`; 0: none."""
+    row, found = np.array([3]), list[int]()
+    for _ in range(steps):
+        drafts = proposer.propose(row, np.array([4]))
+        found.append(int(drafts.tokens[0, 0]) if drafts.num[0] else 0)
+        count = 1 + (int(drafts.num[0]) if found[-1] == drawn else 0)
+        proposer.accept(row, np.full((1, 5), drawn), np.array([count]))
+    return found
+
+
+@pytest.mark.parametrize(("chance", "drawn"), [(0.95, COPY), (0.95, RIGHT), (0.05, RIGHT), (0.3, COPY)])
+def test_a_row_takes_what_has_proved_right(chance: float, drawn: int) -> None:
+    """Whatever the copies promise: what came of them counts."""
+    assert first_drafts(beside(chance), drawn, 80)[-20:].count(drawn) >= 18
+
+
+def test_who_takes_time_is_not_asked_where_copies_promise_as_much() -> None:
+    class Unasked(EagerAtACost):
+        def propose(self, rows: IntArray, most: IntArray) -> Drafts:
+            raise AssertionError
+
+        def catch_up(self, rows: IntArray) -> None:
+            raise AssertionError
+
+    assert set(first_drafts(beside(0.95, dear=Unasked()), COPY, 30)) == {COPY}
+
+
+def test_copies_are_taken_where_other_drafts_do_not_pay() -> None:
+    """The other one is asleep, but for a try now and then, and the copies are little better than that."""
+    proposer = beside(0.45)
+    assert not first_drafts(proposer, WRONG, 300)[-50:].count(COPY)
+    found = first_drafts(proposer, COPY, 300)[-50:]
+    assert found.count(COPY) > 40
+
+
+def test_rows_are_served_by_different_proposers_in_one_step() -> None:
+    proposer, rows = beside(0.9), np.array([1, 2])
+    for _ in range(60):
+        drafts = proposer.propose(rows, np.array([4, 4]))
+        first = np.where(drafts.num > 0, drafts.tokens[:, 0] if drafts.tokens.shape[1] else 0, 0)
+        right = first == (RIGHT, COPY)
+        tokens = np.repeat(np.array([[RIGHT], [COPY]]), 5, 1)
+        proposer.accept(rows, tokens, 1 + np.where(right, drafts.num, 0))
+    assert first.tolist() == [RIGHT, COPY]

@@ -45,7 +45,7 @@ def rig_with(spec: ModelSpec, schema: Any, kind: str | None) -> tuple[Rig, Ngram
     lookup = NgramProposer(16, 2, 4) if kind != "alone" else None
     flat = StepCosts((1, 64), [1.0, 1.001])  # whatever is drafted pays
     inner = NullProposer() if lookup is None else AdaptiveProposer(lookup, flat, 16)
-    told = lookup if kind == "told" else None
+    told = [lookup] if lookup is not None and kind == "told" else []
     runner = rig.runner
     runner.proposer = GrammarProposer(runner._constraints, inner, told, 16)
     return rig, lookup
