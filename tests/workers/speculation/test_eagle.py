@@ -15,10 +15,13 @@ from slipring.kernels.rope import rope
 from slipring.shm.params import SamplingParams
 from slipring.shm.spec import ModelSpec
 from slipring.workers.speculation import backlog
+from slipring.workers.speculation.adaptive import AdaptiveProposer
 from slipring.workers.speculation.eagle import EagleProposer, Target
 from slipring.workers.speculation.eagle_head import EagleHead
 from slipring.workers.speculation.head_files import load_head, save_head, shapes
+from slipring.workers.speculation.ngram import NgramProposer
 from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer
+from slipring.workers.speculation.step_costs import StepCosts
 from slipring.workers.speculation.tree_search import Fed, TreeShape
 from tests.workers.runner_rig import GREEDY, Rig, Sequence, random_prompts
 from tests.workers.tiny_models import save_tiny
@@ -75,6 +78,31 @@ def test_a_head_changes_no_token(spec: ModelSpec, head: Path, params: SamplingPa
         got = generate(with_head(spec, head, shape, most)[0], params)
         for sequence, reference in zip(got, want, strict=True):
             assert sequence.outputs[:20] == reference.outputs[:20]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("shape", [TreeShape(None), DYNAMIC], ids=["chains", "trees"])
+def test_copies_beside_a_head_change_no_token(
+    spec: ModelSpec, head: Path, shape: TreeShape, params: SamplingParams
+) -> None:
+    """In one step some rows take the head's drafts, trees perhaps, and others copies."""
+    want = generate(Rig(spec, num_blocks=256), params)
+    rig, proposer = with_head(spec, head, shape, 8)
+    by_both = 0
+
+    class Watched(AdaptiveProposer):
+        def propose(self, rows: IntArray, most: IntArray) -> Drafts:
+            nonlocal by_both
+            drafts = super().propose(rows, most)
+            by_both += int(self._free._depth[rows].any() and self._dear._depth[rows].any())
+            return drafts
+
+    flat, copies = StepCosts((1, 64), [1.0, 1.01]), NgramProposer(16, 1, 4)
+    rig.runner.proposer = Watched(proposer, flat, 16, shape.depth, copies, lambda: 0.0)
+    got = generate(rig, params)
+    assert by_both
+    for sequence, reference in zip(got, want, strict=True):
+        assert sequence.outputs[:20] == reference.outputs[:20]
 
 
 def chain_worth(proposer: EagleProposer, row: int, tokens: list[int]) -> tuple[float, list[int]]:
