@@ -4,6 +4,7 @@
     port: 8123
     enable-prefix-caching: false
     served-model-name: [small, smollm2]
+    speculative-config: {method: ngram, num_speculative_tokens: 5}
 
 Keys are the flags' names, with - or _. What stands on the command line itself wins.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 from argparse import _AppendAction, _ExtendAction
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,8 @@ def _words(path: str, name: str, action: argparse.Action, value: Any) -> list[st
         if value:
             return [f"--{name}"]
         return [f"--no-{name}"] if isinstance(action, argparse.BooleanOptionalAction) else []
+    if isinstance(value, dict) and action.metavar == "JSON":
+        return [f"--{name}={json.dumps(value)}"]
     values = value if isinstance(value, list) else [value]
     if isinstance(value, list) and not isinstance(action, (_AppendAction, _ExtendAction)):
         raise ConfigFileError(f"{path}: {name} takes one value, got a list of {len(value)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,7 +77,9 @@ def train_draft(options: DraftOptions, on_progress: OnProgress) -> TrainingRepor
     environment = engine.config.worker_environment()
     if options.start is not None:
         _check(training, environment)
-    written = asyncio.run(_write(engine, options, on_progress))
+    text = _read_text(options.text)
+    _check_output(options.output)
+    written = asyncio.run(_write(engine, options, text, on_progress))
     training = msgspec.structs.replace(
         training, written=written.written, prompts=written.prompts, greedy=written.greedy
     )
@@ -95,6 +98,24 @@ def _check_options(options: DraftOptions) -> None:
     ):
         if value is not None and value < least:
             raise TrainingError(f"{flag} must be at least {least}, got {value}")
+    if not 0 <= options.seed < 1 << 64:
+        raise TrainingError(f"--seed must be from 0 to {(1 << 64) - 1}, got {options.seed}")
+
+
+def _read_text(path: Path | None) -> str:
+    try:
+        return "" if path is None else path.read_text(errors="replace")
+    except OSError as error:
+        raise TrainingError(f"--text {path}: {error.strerror}") from None
+
+
+def _check_output(path: Path) -> None:
+    """Whether the head can be written there: before the model writes for an hour."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise TrainingError(f"--output {path}: {error.strerror}") from None
 
 
 def _check(training: DraftTraining, environment: dict[str, str]) -> None:
@@ -106,8 +127,7 @@ def _check(training: DraftTraining, environment: dict[str, str]) -> None:
         raise TrainingError(f"--from: {said[-1].removeprefix('slipring: ') if said else f'status {found.returncode}'}")
 
 
-async def _write(engine: Engine, options: DraftOptions, on_progress: OnProgress) -> SelfText:
-    text = options.text.read_text(errors="replace") if options.text is not None else ""
+async def _write(engine: Engine, options: DraftOptions, text: str, on_progress: OnProgress) -> SelfText:
     try:
         await engine.start()
         writer = Writer(engine, options.seed, text)

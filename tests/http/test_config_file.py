@@ -21,7 +21,7 @@ def parsed(tmp_path: Path, text: str, *given: str) -> Any:
 WHOLE = {
     "model": "smollm2", "port": 8123, "enable-prefix-caching": False, "max_num_seqs": 7, "api-key": ["a", "b"],
     "served-model-name": ["small", "smollm2"], "kv-cache-memory-bytes": "2G", "access-log": False,
-    "allow-long-max-model-len": True,
+    "allow-long-max-model-len": True, "speculative-config": {"method": "ngram", "num_speculative_tokens": 5},
 }  # fmt: skip
 
 
@@ -32,6 +32,7 @@ def test_every_kind_of_value(tmp_path: Path, form: str) -> None:
     assert (args.model, args.port, args.max_num_seqs, args.kv_cache_memory_bytes) == ("smollm2", 8123, 7, 2 << 30)
     assert (args.enable_prefix_caching, args.allow_long_max_model_len, args.access_log) == (False, True, False)
     assert args.served_model_name == ["small", "smollm2"] and args.api_key == ["a", "b"]
+    assert json.loads(args.speculative_config) == WHOLE["speculative-config"]
 
 
 def test_the_command_line_wins(tmp_path: Path) -> None:

@@ -36,6 +36,11 @@ def options(tmp_path: Path, **changes: object) -> DraftOptions:
         ({"num_tokens": 999}, "--tokens must be at least 1000, got 999"),
         ({"epochs": 0}, "--epochs must be at least 1, got 0"),
         ({"vocab_size": -1}, "--vocab-size must be at least 1, got -1"),
+        ({"seed": -1}, "--seed must be from 0 to 18446744073709551615, got -1"),
+        ({"seed": 1 << 64}, "--seed must be from 0 to"),
+        ({"text": Path("no-text")}, "--text no-text: No such file or directory"),
+        ({"output": Path(__file__) / "head"}, "--output .*test_train_draft.py/head: Not a directory"),
+        ({"output": Path("/proc/self/head")}, "--output /proc/self/head: No such file or directory"),
     ],
 )
 def test_what_cannot_be_trained(tmp_path: Path, changes: dict[str, object], why: str) -> None:
