@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,12 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 }
 
 
-def save_tiny(family: str, path: Path, **save: Any) -> tuple[ModelSpec, Any]:
+def save_tiny(family: str, path: Path, vocab_size: int = 260, **save: Any) -> tuple[ModelSpec, Any]:
     """Write a random checkpoint of the family; returns our spec of it and transformers' model."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family]).float().eval()
+    config = copy.deepcopy(FAMILIES[family])
+    config.vocab_size = vocab_size
+    model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:

@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from slipring.shm.params import SamplingParams
 from slipring.shm.spec import ModelSpec, SpeculationSpec
+from slipring.workers.speculation.adaptive import AdaptiveProposer
+from slipring.workers.speculation.eagle import EagleProposer, Target
+from slipring.workers.speculation.eagle_head import EagleHead
+from slipring.workers.speculation.head_files import shapes
 from slipring.workers.speculation.proposer import PROPOSAL, Drafts, IntArray, NullProposer
+from slipring.workers.speculation.step_costs import StepCosts
 from tests.workers.runner_rig import Rig
 from tests.workers.speculation.test_draft_model import with_draft_model
 from tests.workers.tiny_models import save_tiny
 
-PROMPT = [5, 17, 42, 9, 100]
+PROMPT = [5, 3, 7, 9, 10]
 LENGTH = 3
 NUM_AT_ONCE, NUM_ROUNDS = 64, 16
 CHAIN, TREE = [-1, 0], [-1, -1, 0, 0, 1, 1]
@@ -33,6 +39,12 @@ Tokens = tuple[int, ...]
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     return save_tiny("llama", tmp_path_factory.mktemp("tiny"))[0]
+
+
+@pytest.fixture(scope="module")
+def few_tokens(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
+    """A model with so few tokens that each of them is often drawn."""
+    return save_tiny("llama", tmp_path_factory.mktemp("few-tokens"), vocab_size=12)[0]
 
 
 class Guesser(NullProposer):
@@ -132,6 +144,12 @@ def test_drafts_do_not_bend_the_distribution(
             counts[tuple(sequence.outputs[:LENGTH])] += 1
     total = NUM_ROUNDS * NUM_AT_ONCE
     assert total * 0.05 < num_accepted < total * 0.9, "the test needs accepted drafts, and rejected ones"
+    check(counts, expected)
+
+
+def check(counts: dict[Tokens, int], expected: dict[Tokens, float]) -> None:
+    """By chi-square."""
+    total = sum(counts.values())
     # Rare outcomes are counted together: chi-square wants a few of each.
     rare = [key for key, share in expected.items() if total * share < 5]
     groups = [[key] for key in expected if key not in rare] + ([rare] if rare else [])
@@ -140,3 +158,46 @@ def test_drafts_do_not_bend_the_distribution(
     assert degrees > 10
     # Normal approximation of the distribution; one false alarm in thirty thousand.
     assert (chi_square - degrees) / np.sqrt(2 * degrees) < 4, (chi_square, degrees)
+
+
+def bigram_head(spec: ModelSpec) -> EagleHead:
+    """Guesses by the last token alone, and roughly: what the target says right behind the prompt, and noise."""
+    rig = Rig(spec, num_blocks=256)
+    said = torch.from_numpy(np.stack([scores_after(rig, (token,)) for token in range(spec.vocab_size)])).float()
+    guessed = said + 2 * torch.randn(said.shape, generator=torch.Generator().manual_seed(1))
+    weights = {name: torch.zeros(shape) for name, shape in shapes(spec, ()).items() if "norm" not in name}
+    weights["fuse"][:, : spec.hidden_size] = torch.eye(spec.hidden_size)  # the embedding; its layer adds nothing
+    weights["mlp_norm"] = torch.ones(spec.hidden_size)
+    weights["output"] = (torch.linalg.pinv(rig.model.embedding) @ guessed).T.contiguous()
+    return EagleHead(spec, weights, torch.arange(spec.vocab_size))
+
+
+def test_a_head_whose_drafts_are_taken_in_part_does_not_bend_it_either(few_tokens: ModelSpec) -> None:
+    """Rejection sampling counts on drafts being drawn from what the head says: the controller must not choose among
+    them by what was drawn."""
+    spec, params = few_tokens, FEW
+    expected = probabilities(spec, params)
+    speculation = SpeculationSpec(method="eagle", rejection_sampling=True)
+    rig = Rig(spec, num_blocks=4096, max_draft=3, max_num_seqs=64, num_rows=64, speculation=speculation)
+    runner, taken = rig.runner, list[NDArray[np.int32]]()
+    target = Target(spec, rig.model, rig.kv, rig.table, runner.rows, runner.builder, runner.sampler)
+    # Whatever may be asked for, each draft costs something: those are left out that the head is not sure of.
+    costs = StepCosts((1, 64, 256), [1.0, 1.0, 1.7])
+    head = EagleProposer(target, bigram_head(spec))
+    runner.proposer = controller = AdaptiveProposer(head, costs, 64, clock=lambda: 0.0)
+    controller.acceptance = lambda rows: np.full(len(rows), 0.95)  # type: ignore[method-assign]
+    counts, accepted = dict.fromkeys(expected, 0), 0
+    for round_number in range(NUM_ROUNDS):
+        seeds = range(round_number * NUM_AT_ONCE, (round_number + 1) * NUM_AT_ONCE)
+        sequences = [rig.admit(PROMPT, replace(params, seed=seed)) for seed in seeds]
+        rig.generate(sequences, 1)
+        rig.run(sequences)
+        taken.append(rig.output.num_draft[:NUM_AT_ONCE].copy())
+        accepted += int(rig.output.num_accepted[:NUM_AT_ONCE].sum()) - NUM_AT_ONCE
+        rig.generate(sequences, LENGTH)
+        for sequence in sequences:
+            counts[tuple(sequence.outputs[:LENGTH])] += 1
+    drafts = np.concatenate(taken)
+    assert np.bincount(drafts, minlength=4)[1:].min() > 0.05 * len(drafts), "of some rows more are taken than of others"
+    assert 0.2 < accepted / drafts.sum() < 0.8, "some are wrong"
+    check(counts, expected)
