@@ -49,10 +49,10 @@ class Completion:
         "finished",
         "first_token_at",
         "generation",
-        "has_moved",
         "index",
         "last_token_at",
         "metrics",
+        "moved_at",
         "replica",
         "request",
         "request_id",
@@ -84,8 +84,9 @@ class Completion:
         """Every token that was pushed, whether its text is held back or not."""
         self.replica: Replica | None = None
         """Who computes it, once that is decided (`place`)."""
-        self.has_moved = False
-        """It was in flight when a worker broke, and went on with another replica."""
+        self.moved_at = -1
+        """Tokens that it had when it last went on with another replica, because a worker had broken while it was in
+        flight; -1: it never did."""
         self.wants_logprobs = request.params.logprobs >= 0
         self._scores: list[NDArray[np.int32]] | None = [] if request.params.prompt_logprobs >= 0 else None
         """What has come of the prompt's log-probabilities, until the first delta takes it along."""

@@ -32,7 +32,7 @@ def may_leave(request: Request, in_flight: bool) -> bool:
     if completion is None or completion.generation.data_parallel_rank is not None:
         return False
     num_known = len(request.token_ids) - request.num_prompt
-    return not in_flight or (len(completion.token_ids) > num_known and not completion.has_moved)
+    return not in_flight or (len(completion.token_ids) > num_known and completion.moved_at < 0)
 
 
 def share_prefixes(requests: Sequence[Request], block_size: int) -> None:

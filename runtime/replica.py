@@ -71,8 +71,8 @@ class Watcher(Protocol):
         """This one is the replica's no more: it must end."""
         ...
 
-    def on_homeless(self, replica: Replica, requests: list[Request], reason: str) -> None:
-        """The replica gives these up: they go elsewhere, or end."""
+    def on_homeless(self, replica: Replica, requests: list[Request], spent: list[Request], reason: str) -> None:
+        """The replica gives these up: they go elsewhere, or end. `spent` must end: see `RequestBook.take_all`."""
         ...
 
 
@@ -221,9 +221,8 @@ class Replica:
             self.add(request)
 
     def add(self, request: Request) -> None:
-        """Put a request in line; without a worker it waits for the next one."""
-        self._requests.add(request)
-        if self.state in SERVING:
+        """Put a request in line, unless it must wait for its trial; without a worker it waits for the next one."""
+        if self._requests.add(request) and self.state in SERVING:
             self.step_loop.add(request)
 
     def abort(self, request: Request) -> None:
@@ -365,7 +364,8 @@ class Replica:
 
     def _hand_over(self) -> None:
         reason = self.fault.reason if self.fault else f"the replica is {self.state.value}"
-        self._watcher.on_homeless(self, self._requests.take_all(), reason)
+        going, spent = self._requests.take_all(self.step_loop.requests_in_flight())
+        self._watcher.on_homeless(self, going, spent, reason)
 
     def _bury(self) -> None:
         if not self._started.done():

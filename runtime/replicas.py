@@ -219,7 +219,11 @@ class Replicas:
     def _others(self, replica: Replica) -> list[Replica]:
         return [other for other in self._all if other is not replica and other.state is State.HEALTHY]
 
-    def on_homeless(self, replica: Replica, requests: list[Request], reason: str) -> None:
+    def on_homeless(self, replica: Replica, requests: list[Request], spent: list[Request], reason: str) -> None:
+        if spent:
+            words = "workers of two replicas have ended while they computed this request, so it is given up"
+            logger.error("replica %d: %d requests of which this is true: %s", replica.rank, len(spent), words)
+            self._fail(spent, f"{words}: {reason}")
         elsewhere = self._others(replica)
         if not elsewhere or (self._config.user.on_fault == "abort" and replica.state is not State.DRAINED):
             self._fail(requests, reason)

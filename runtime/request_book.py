@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from slipring.runtime.readmission import known_tokens, may_leave, num_scored, share_prefixes
-from slipring.runtime.suspects import Suspects
+from slipring.runtime.suspects import Suspects, num_given
 from slipring.scheduler.request import Request, RequestStatus
 
 
@@ -27,8 +27,10 @@ class RequestBook:
         """Of all of them."""
         return sum(len(request.token_ids) for request in self._requests.values())
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request) -> bool:
+        """Whether it goes in line now: another replica may have died under it."""
         self._requests[id(request)] = request
+        return _moved_at(request) < num_given(request) or self._suspects.met(request)
 
     def remove(self, request: Request) -> bool:
         """False: it is not here, or not any more."""
@@ -53,11 +55,21 @@ class RequestBook:
             self._make_ready(request)
         return self._in_order(request for request in self._requests.values() if request not in held)
 
-    def take_all(self) -> list[Request]:
-        """The replica gives them up."""
+    def take_all(self, in_flight: list[Request]) -> tuple[list[Request], list[Request]]:
+        """The replica gives them up; `in_flight`: under whom its worker has died, unless `died` was told.
+
+        Returns those that may go elsewhere, and those that may not: workers of two replicas have died under them, and
+        they have got no token since the first one did.
+        """
+        under = {**self._suspects.under_last_death, **{request: num_given(request) for request in in_flight}}
         requests, self._requests = self._in_order(self._requests.values()), {}
         self._suspects = Suspects()
-        return requests
+        spent = [each for each in requests if each in under and num_given(each) <= _moved_at(each)]
+        going = [request for request in requests if request not in spent]
+        for request in going:
+            if request in under and request.owner is not None:
+                request.owner.moved_at = under[request]
+        return going, spent
 
     def died(self, in_flight: list[Request]) -> tuple[bool, Request | None]:
         """The worker died under these. Whether that taught anything, and the guilty one, which is here no more."""
@@ -81,7 +93,7 @@ class RequestBook:
             self.remove(request)
             self._suspects.forget(request)
             if request in in_flight:
-                request.owner.has_moved = True
+                request.owner.moved_at = num_given(request)
 
     def _in_order(self, requests: Iterable[Request]) -> list[Request]:
         """In their old order, each with the tokens that its client has been given."""
@@ -93,3 +105,7 @@ class RequestBook:
 
     def _make_ready(self, request: Request) -> None:
         request.restart(known_tokens(request), num_scored(request), self._block_size)
+
+
+def _moved_at(request: Request) -> int:
+    return -1 if request.owner is None else request.owner.moved_at

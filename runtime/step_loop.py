@@ -137,8 +137,8 @@ class StepLoop:
 
     def requests_in_flight(self) -> list[Request]:
         """Those that the worker was computing, or was about to, and whose step never came back. None, once they have
-        been handed over."""
-        if self.scheduler is None or self.scheduler.is_bereft:
+        been handed over, or the rings are closed."""
+        if self.scheduler is None or self.epoch.closed or self.scheduler.is_bereft:
             return []
         return self.scheduler.requests_in_flight()
 

@@ -8,12 +8,13 @@ are held back, and tried in halves beside everybody else:
     the worker dies under the tried ones    the guilty one is among them: halve them (only one left: found)
     each of the tried ones gets a token     they are innocent, the guilty one is held back: try half of the next group
 
-n suspects take at most log2(n) + 1 further deaths. Nobody is tried and held back at once.
+n suspects take at most log2(n) + 1 further deaths. Nobody is tried and held back at once. Whoever comes from a replica
+that died under it is tried alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from slipring.scheduler.request import Request
 
@@ -21,7 +22,6 @@ from slipring.scheduler.request import Request
 class Suspects:
     def __init__(self) -> None:
         self._under_last_death: dict[Request, int] = {}
-        """Who was in flight then, and how many tokens each had."""
         self._tried: dict[Request, int] = {}
         """And how many tokens each had when its trial began."""
         self._held: list[list[Request]] = []
@@ -38,9 +38,20 @@ class Suspects:
     def holds_back(self, request: Request) -> bool:
         return any(request in group for group in self._held)
 
+    @property
+    def under_last_death(self) -> Mapping[Request, int]:
+        """Who was in flight then, and how many tokens each had."""
+        return self._under_last_death
+
+    def met(self, request: Request) -> bool:
+        """A worker of another replica has died under it, which was handed over: it is tried alone, since there may be
+        no second death here to learn from. Whether that begins now; until then it is held back."""
+        self._held.insert(0, [request])
+        return bool(self._next_trial())
+
     def died(self, in_flight: Iterable[Request]) -> tuple[bool, Request | None]:
         """A worker has died under these. (Whether that taught anything, the guilty one if it is found.)"""
-        under = {request: _num_tokens(request) for request in in_flight}
+        under = {request: num_given(request) for request in in_flight}
         struck = [request for request, count in under.items() if count <= self._under_last_death.get(request, -1)]
         self._under_last_death = under
         if not self.is_searching:
@@ -59,7 +70,7 @@ class Suspects:
     def progressed(self) -> list[Request]:
         """Tokens were delivered. Returns those who are to be put in line, because their trial begins now."""
         for request, count in list(self._tried.items()):
-            if _num_tokens(request) > count:
+            if num_given(request) > count:
                 del self._tried[request]
         return self._next_trial()
 
@@ -82,10 +93,10 @@ class Suspects:
         half = (len(group) + 1) // 2
         if group[half:]:
             self._held.append(group[half:])
-        self._tried = {request: _num_tokens(request) for request in group[:half]}
+        self._tried = {request: num_given(request) for request in group[:half]}
         return group[:half]
 
 
-def _num_tokens(request: Request) -> int:
+def num_given(request: Request) -> int:
     """What its client has been given."""
     return len(request.owner.token_ids) if request.owner is not None else 0

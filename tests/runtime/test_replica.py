@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from slipring.runtime.epoch import Epoch
 from slipring.runtime.replica import Replica
 from slipring.runtime.supervisor import Event, State
 from tests.runtime.test_engine import ask, run, running, submit
@@ -63,5 +64,30 @@ def test_a_replica_that_is_given_up_before_its_next_worker_begins_has_none(monke
             async with replica.epochs.changing:
                 pass
             assert replica.step_loop is last
+
+    run(scenario())
+
+
+def test_what_breaks_workers_does_not_go_from_replica_to_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers are never reaped, so nobody looks for a guilty request: each replica dies at its first fault."""
+
+    async def unreapable(epoch: Epoch, timeout_s: float) -> bool:
+        return False
+
+    async def scenario() -> None:
+        async with running({"poison": 666, "step_s": 0.002}, data_parallel_size=3) as engine:
+            streams = [submit(engine, ask([i + 1, 2, 3], 60, seed=i)) for i in range(6)]
+            await given(streams, 3)
+            with monkeypatch.context() as patch:
+                patch.setattr(Epoch, "reaped", unreapable)
+                poison = submit(engine, ask([5, 666], 20))
+                await poison.wait()
+                assert poison.deltas[-1].finish_reason == "error"
+                assert "two replicas" in str(poison.deltas[-1].error)
+            for i, stream in enumerate(streams):
+                await stream.wait()
+                assert stream.tokens() == expected_tokens([i + 1, 2, 3], i, engine.spec.vocab_size, 60)
+            assert [replica.state for replica in engine.replicas].count(State.DEAD) == 2
+            await settled(engine)
 
     run(scenario())

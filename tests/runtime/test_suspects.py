@@ -84,6 +84,15 @@ def test_a_death_under_others_teaches_nothing() -> None:
     assert suspects.died([a]) == (True, a)
 
 
+def test_whoever_comes_from_a_dead_replica_is_tried_alone() -> None:
+    suspects, (a, b, c, beside) = Suspects(), requests(4)
+    assert [suspects.met(request) for request in (a, b, c)] == [True, False, False]
+    a.owner.token_ids.append(1)
+    assert suspects.progressed() == [b] and suspects.holds_back(c)
+    assert suspects.died([a, b, beside]) == (True, b)
+    assert not suspects.holds_back(c)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 64])
 def test_held_and_tried_are_everybody(count: int) -> None:
     suspects, everybody = Suspects(), requests(count)
