@@ -134,6 +134,8 @@ class _Vocabulary:
 
 
 _NOTHING = "nothing can match it"
+_MOST_CHOICES = 60_000
+_TOO_MANY = "it has more than 65,525 parts (rules, alternatives, literals): use fewer, or a regular expression"
 _MOST_FIRST = 4
 """First tokens that are tried."""
 
@@ -165,7 +167,9 @@ def _text(spec: GrammarSpec) -> str:
     if spec.kind == "regex":
         return LLMatcher.grammar_from_regex(spec.value)
     if spec.kind == "choice":
-        choices = orjson.loads(spec.value)
+        choices = dict.fromkeys(orjson.loads(spec.value))
+        if len(choices) > _MOST_CHOICES:
+            raise ValueError(f"it has {len(choices)} different choices: at most {_MOST_CHOICES}")
         return LLMatcher.grammar_from_lark("start: " + " | ".join(orjson.dumps(text).decode() for text in choices))
     schema = '{"type":"object"}' if spec.kind == "json_object" else spec.value
     if schema.strip() in ("true", "false"):
@@ -214,8 +218,10 @@ _OPTIONS = re.compile(r"[.;,]?\s*Enable 'coerce_one_of' option[^.;]*[.;]?")
 
 def _reason(spec: GrammarSpec, error: str) -> str:
     """What llguidance says, and for a schema the part of it that it says it of."""
-    words = error.split("<state>")[0].split("<non-verbose/>")[0].strip()
+    words = error.split("<state>")[0].split("<non-verbose/>")[0].split("<backtrace>")[0].strip()
     words = _OPTIONS.sub(": use anyOf", words)
+    if "grammar.symbols.len()" in words:
+        words = _TOO_MANY
     if words.startswith("NoExtension"):
         words = _NOTHING
     if spec.kind != "json_schema":

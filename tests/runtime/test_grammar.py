@@ -29,6 +29,7 @@ def compile_(kind: str, value: str = "") -> Grammar:
         ("json_schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}'),
         ("regex", "[a-z]+"),
         ("choice", '["yes", "no"]'),
+        ("choice", json.dumps(["again"] * 50_000)),
         ("lark", 'start: <|im_start|> "x" %json {"type": "integer"}'),
     ],
 )
@@ -119,6 +120,8 @@ def test_what_would_take_for_ever_is_refused_or_cheap(kind: str, value: str) -> 
             "nothing can match it that ever ends",
         ),
         ("regex", "a{1000000}", "cannot be used: no answer can get beyond its first token"),
+        ("choice", json.dumps([f"{i:x}" for i in range(66_000)]), "it has 66000 different choices: at most 60000$"),
+        ("lark", "start: " + " | ".join(['"a"'] * 70_000), "it has more than 65,525 parts .* expression$"),
     ],
 )
 def test_what_could_never_be_followed_to_its_end_is_refused_before_an_answer_begins(
