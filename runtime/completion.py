@@ -195,8 +195,15 @@ class Completion:
 
     def fail(self, code: int, now: float) -> None:
         """A draw came to nothing: NON_FINITE or NO_MATCH."""
-        param = self.generation.grammar_param if code == NO_MATCH else None
+        param = self.generation.grammar_param if code == NO_MATCH else self._restriction()
         self.finish(FinishReason.ERROR, now, error=FAILURES[code], error_param=param)
+
+    def _restriction(self) -> str | None:
+        """The field that may have left no token to draw. What is banned leaves some, where no grammar bans the rest."""
+        params = self.generation.params
+        if params.allowed_token_ids:
+            return "allowed_token_ids"
+        return "bad_words" if params.bad_words and self.generation.grammar is not None else None
 
     def _count_end(self, reason: FinishReason, timing: Timing, now: float) -> None:
         metrics, request = self.metrics, self.request

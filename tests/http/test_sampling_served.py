@@ -110,6 +110,18 @@ def test_what_cannot_be_drawn_breaks_no_json(server: str, more: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("param", "value"), [("allowed_token_ids", [5]), ("bad_words", ["ab", "a", "b"])])
+def test_restrictions_that_leave_no_token_are_the_requests_own_mistake(
+    server: str, param: str, value: list[Any], stream: bool
+) -> None:
+    body = {"messages": HI, "guided_regex": "ab", "max_tokens": 5, param: value, "stream": stream}
+    answer = requests.post(server + CHAT, json=body, timeout=120)
+    error = json.loads(answer.content.removeprefix(b"data: "))["error"]
+    assert answer.status_code == (200 if stream else 400)
+    assert error["type"] == "invalid_request_error" and error["param"] == param and "left no token" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_the_bytes_of_tokens_join_to_the_text(server: str, stream: bool) -> None:
     asked = {"logprobs": True, "top_logprobs": 3, "max_tokens": 60, **forced({"const": EMOJI})}
     choices, text = streamed(server, **asked) if stream else ([chat(server, **asked)], "")
