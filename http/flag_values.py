@@ -72,6 +72,13 @@ def size(text: str) -> int:
     return int(float(match[1]) * _SUFFIXES[match[2]])
 
 
+def body_size(text: str) -> int:
+    found = size(text)
+    if found == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} leaves room for no body; write 8M, or another size above 0")
+    return found
+
+
 def port(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
         raise argparse.ArgumentTypeError(f"{text!r} is no port; write a number from 0 to 65535")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipring.http.fault_flags import commands_enabled
 from slipring.http.flag_values import (
+    body_size,
     count,
     key,
     keys_of_file,
@@ -94,7 +95,7 @@ def _limits(group: Any) -> None:
         help="longest time for a request and its answer; a header x-request-timeout may ask for less (default: none)",
     )
     group.add_argument(
-        "--max-body-size", type=size, default=8 << 20, metavar="SIZE", help="413 for larger ones (default: 8M)"
+        "--max-body-size", type=body_size, default=8 << 20, metavar="SIZE", help="413 for larger ones (default: 8M)"
     )
     group.add_argument(
         "--keep-alive-timeout",

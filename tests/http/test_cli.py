@@ -216,6 +216,12 @@ def test_keys_come_from_flags_files_and_the_environment(tmp_path: Path, monkeypa
         server_config()
 
 
+@pytest.mark.parametrize("text", ["0", "0M", "0.2", "-1", "many"])
+def test_a_body_size_that_leaves_room_for_none_is_refused(text: str) -> None:
+    with pytest.raises(SystemExit):
+        server_config(f"--max-body-size={text}")
+
+
 @pytest.mark.parametrize("text", ["", "# nothing", "two words", "clé"])
 def test_a_file_without_a_usable_key_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(text)
