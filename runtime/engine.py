@@ -297,8 +297,7 @@ class Engine:
         if least >= self.max_model_len:
             raise ContextLengthError(
                 f"This model's maximum context length is {self.max_model_len} tokens, and the prompt has at least "
-                f"{least}.",
-                "prompt",
+                f"{least}."
             )
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

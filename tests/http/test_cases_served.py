@@ -160,7 +160,8 @@ def test_a_prompt_beyond_the_context(unharmed: str, path: str, stream: bool) -> 
 
 
 def test_three_megabytes_are_read_and_told_to_be_too_long(unharmed: str) -> None:
-    assert refused(post(unharmed, CHAT, user("a" * (3 << 20))))["code"] == "context_length_exceeded"
+    error = refused(post(unharmed, CHAT, user("a" * (3 << 20))))
+    assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
 
 
 def test_half_a_million_stop_strings(unharmed: str) -> None:
