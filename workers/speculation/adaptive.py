@@ -7,7 +7,7 @@ none.
 A proposer that takes time is only asked where its drafts would be worth that as well. A row for which they are not
 sleeps, but is tried again with a few drafts after a while, which doubles with each failure. All tries together may take
 a small share of the time. Beside it another one may stand whose drafts are free: a row takes these where they promise
-no less than the proposer's would, or where it gets none from it.
+as many tokens a second, or where it gets none from the proposer.
 
 Where drafts cost nothing to make, those that are not taken are compared with what is drawn, too, so a row that turns
 predictable is found at once.
@@ -89,7 +89,7 @@ class AdaptiveProposer(ProposerAround):
         worth = self._free.worth(rows, found)
         most = np.zeros_like(most) if self._inner.is_free else self._of_those_awake(rows, most)
         promised = self._promised(rows, most)
-        most = np.where((found.num > 0) & (worth.sum(1) >= promised.sum(1)), 0, most)
+        most = np.where((found.num > 0) & self._as_good(worth, promised), 0, most)
         tries, asked, drafts = np.zeros_like(most), np.zeros_like(most), Drafts.none(len(rows))
         if most.any():
             tries = self._to_try(rows, most)
@@ -143,6 +143,13 @@ class AdaptiveProposer(ProposerAround):
         levels = self._levels(most)
         place = np.arange(int(levels.max(initial=0)))
         return np.where(place < levels[:, None], self._dear.acceptance(rows)[:, None] ** (place + 1), 0.0)
+
+    def _as_good(self, found: FloatArray, promised: FloatArray) -> NDArray[np.bool_]:
+        """[R]: whether drafts that are there, worth found [R, K], yield as many tokens a second as those [R, L] that
+        would have to be made."""
+        step, levels = self._costs.at(len(found)), int((promised > 0).sum(1).max(initial=0))
+        making = self._catch_up_seconds.mean + self._level_seconds.mean * levels
+        return (1 + found.sum(1)) * (step + making) >= (1 + promised.sum(1)) * step
 
     def _levels(self, most: IntArray) -> IntArray:
         """[R]: drafts that follow each other, among so many."""

@@ -289,7 +289,7 @@ class Copying(NullProposer):
 
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
         width = int(most.max())
-        worth = np.tile(self._chance ** np.arange(1, width + 1), (len(rows), 1))
+        worth = np.tile(np.array([self._chance**depth for depth in range(1, width + 1)]), (len(rows), 1))
         return Drafts(np.full((len(rows), width), COPY), most.copy(), worth=worth)
 
 
@@ -326,6 +326,21 @@ def test_who_takes_time_is_not_asked_where_copies_promise_as_much() -> None:
             raise AssertionError
 
     assert set(first_drafts(beside(0.95, dear=Unasked()), COPY, 30)) == {COPY}
+
+
+@pytest.mark.parametrize(("seconds", "first"), [(0.0001, RIGHT), (0.004, COPY)])
+def test_the_time_to_make_drafts_speaks_for_copies(seconds: float, first: int) -> None:
+    """Both are right half of the time, the one a little more often."""
+    slow = Slow(seconds)
+    proposer = AdaptiveProposer(slow, StepCosts(SIZES, FLAT), 8, free=Copying(0.5), clock=lambda: slow.now)
+    proposer.admit(3, np.zeros(0, np.int32))
+    row, found = np.array([3]), list[int]()
+    for step in range(200):
+        drafts = proposer.propose(row, np.array([4]))
+        found.append(int(drafts.tokens[0, 0]) if drafts.num[0] else 0)
+        drawn = (RIGHT, COPY, RIGHT, WRONG, COPY, RIGHT, COPY, RIGHT)[step % 8]
+        proposer.accept(row, np.full((1, 5), drawn), np.array([1 + (int(drafts.num[0]) if found[-1] == drawn else 0)]))
+    assert found[-100:].count(first) > 50
 
 
 def test_copies_are_taken_where_other_drafts_do_not_pay() -> None:
