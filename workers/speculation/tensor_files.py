@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from slipring.kernels.int8_linear import int8_codes
@@ -68,7 +68,7 @@ def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 def write_head(path: Path, tensors: dict[str, Tensor], config: dict[str, object]) -> None:
     """Write the directory `path`."""
     path.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path / WEIGHTS)
+    (path / WEIGHTS).write_bytes(save(tensors))  # save_file's can be read by their owner alone
     (path / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
 
 
