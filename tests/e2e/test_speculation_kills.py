@@ -54,7 +54,8 @@ def test_a_speculating_batch_goes_on_with_its_tokens(
 def test_under_rejection_sampling_greedy_streams_are_as_without_and_none_is_cut(
     model: str, undisturbed: list[list[int]], kills: bool, tmp_path: Path
 ) -> None:
-    config = json.dumps(json.loads(_config("draft_model", model, tmp_path)) | {"rejection_sample_method": "standard"})
+    changes = {"rejection_sample_method": "standard", "adaptive": False}  # whatever drafts cost on this machine
+    config = json.dumps(json.loads(_config("draft_model", model, tmp_path)) | changes)
     found = uvloop.run(_tokens(model, config, kills, num_gpu_blocks_override=400 if kills else 50))
     assert found[::2] == undisturbed[::2]
     assert found[1::2] != undisturbed[1::2]
