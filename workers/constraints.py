@@ -7,8 +7,9 @@ draw. Jobs run in the order in which they are given, so a mask is never older th
 min_tokens, and a request that ignores ends of sequence, forbid stop tokens for as long as the grammar leaves anything
 else: an output that is complete and cannot go on ends.
 
-A row whose matcher has failed (llguidance's limits, met in the middle of an output) has no mask; its draw is reported
-as NO_MATCH, which ends that request alone.
+A row whose matcher has failed (llguidance's limits, met in the middle of an output) begins anew with its tokens, since
+all rows of a grammar share these limits. One that fails again has no mask; its draw is reported as NO_MATCH, which ends
+that request alone.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ class Masks:
 class _Bound:
     """A row that a grammar binds."""
 
+    grammar_id: int
     matcher: Matcher
+    outputs: list[int]
+    """That the matcher has been told."""
     reluctant: NDArray[np.int64]
     """Tokens that are allowed only where nothing else is."""
     early: NDArray[np.int64]
@@ -154,7 +158,9 @@ class Constraints:
         matcher = self._store.matcher(grammar_id)
         matcher.accept(outputs)
         self._bound[row] = _Bound(
+            grammar_id,
             matcher,
+            outputs,
             reluctant=np.setdiff1d(self._eos, stop_ids),
             early=stop_ids,
             min_tokens=int(table.min_tokens[row]),
@@ -169,6 +175,7 @@ class Constraints:
         for row, token, is_drawn in zip(rows.tolist(), tokens[at].tolist(), drawn[at].tolist(), strict=True):
             if is_drawn and not self._failed[row, 0]:
                 runs.setdefault(row, []).append(token)
+                self._bound[row].outputs.append(token)
         for place in range(max(map(len, runs.values()), default=0)):
             going = [row for row, run in runs.items() if len(run) > place]
             self._batch.accept([self._bound[row].matcher for row in going], [runs[row][place] for row in going])
@@ -185,8 +192,16 @@ class Constraints:
         num_places = self._masks.shape[1]
         matchers = [self._bound[row].matcher for row in rows]
         self._batch.fill(matchers, self._flat_masks, [row * num_places for row in rows])
-        for row, matcher in zip(rows, matchers, strict=True):
-            self._finish(row, 0, matcher)
+        for row in rows:
+            if self._bound[row].matcher.inner.is_error():
+                self._begin_anew(self._bound[row], self._masks[row, 0])
+            self._finish(row, 0, self._bound[row].matcher)
+
+    def _begin_anew(self, bound: _Bound, mask: NDArray[np.int32]) -> None:
+        """What other rows have found out of the grammar may be what was too much. If not, it fails again."""
+        bound.matcher = self._store.anew(bound.grammar_id, bound.matcher)
+        bound.matcher.accept(bound.outputs)
+        bound.matcher.fill(mask)
 
     def _look_ahead(self, rows: list[int], trees: list[tuple[list[int], list[int]]]) -> None:
         """Masks behind each draft, as far as the drafts are allowed: what follows a wrong one will never count.

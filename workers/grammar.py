@@ -7,13 +7,14 @@ computes masks, so neither holds up the thread that drives the device.
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slipring.shm.control import BuildGrammar, DropGrammar, GrammarBuilt, LoadTokenizer, Message
-from slipring.shm.grammar import LIMITS, Grammar
+from slipring.shm.grammar import LIMITS, Grammar, deep_stacks
 from slipring.shm.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -37,8 +38,9 @@ class Matcher:
     more.
     """
 
-    def __init__(self, inner: LLMatcher, eos: frozenset[int]) -> None:
-        self.inner = inner
+    def __init__(self, inner: LLMatcher, eos: frozenset[int], text: str) -> None:
+        """`text`: of the grammar."""
+        self.inner, self.text = inner, text
         self._eos = eos
         self.num_accepted = 0
         self.num_ends = 0
@@ -85,8 +87,9 @@ class Matcher:
                 mask.view(np.uint32)[token >> 5] |= np.uint32(1 << (token & 31))
 
     def copy(self) -> Matcher:
-        """Another one at the same place."""
-        twin = Matcher(self.inner.deep_copy(), self._eos)
+        """Another one at the same place. Both share what either finds out of the grammar, and llguidance's limits on
+        that: where one has met them, the other fails too."""
+        twin = Matcher(self.inner.deep_copy(), self._eos, self.text)
         twin.num_accepted, twin.num_ends = self.num_accepted, self.num_ends
         return twin
 
@@ -155,6 +158,18 @@ class GrammarStore:
             found = self._matchers.get(grammar_id) or self._leaving[grammar_id]
             return found.copy()
 
+    def anew(self, grammar_id: int, matcher: Matcher) -> Matcher:
+        """Another one of this grammar, at the beginning, that shares nothing with those that were handed out before."""
+        with deep_stacks():
+            builder = ThreadPoolExecutor(1)
+            building = builder.submit(self._begin, matcher.text)
+        built = building.result()
+        builder.shutdown()
+        with self._lock:
+            if grammar_id in self._matchers:
+                self._matchers[grammar_id] = built
+        return built.copy()
+
     def _load(self, document: bytes) -> LLTokenizer:
         from llguidance import LLTokenizer
 
@@ -163,16 +178,21 @@ class GrammarStore:
 
     def _build(self, grammar_id: int, grammar: Grammar) -> str | None:
         """Returns why it cannot be."""
-        from llguidance import LLMatcher, LLParserLimits
-
         if self._tokenizer is None:
             return self._refusal
-        inner = LLMatcher(self._tokenizer, grammar.text, log_level=0, limits=LLParserLimits(**LIMITS))
-        built = Matcher(inner, frozenset(self._spec.eos_token_ids))
-        # The first mask is the dearest; copies take over what it found out.
-        built.fill(np.zeros(num_mask_words(self._spec.vocab_size), np.int32))
+        built = self._begin(grammar.text)
         if (error := built.error) is not None:
             return error
         with self._lock:
             self._matchers[grammar_id] = built
         return None
+
+    def _begin(self, text: str) -> Matcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        assert self._tokenizer is not None
+        inner = LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
+        built = Matcher(inner, frozenset(self._spec.eos_token_ids), text)
+        # The first mask is the dearest; copies take over what it found out.
+        built.fill(np.zeros(num_mask_words(self._spec.vocab_size), np.int32))
+        return built

@@ -172,6 +172,21 @@ def test_a_grammar_that_grows_too_complex_ends_its_row_alone(
     assert codes[0] == [1, 1] and [NO_MATCH, 1] in codes and all(code[1] == 1 for code in codes)
 
 
+@pytest.mark.parametrize("max_draft", [0, 3])
+def test_what_one_row_finds_out_of_a_grammar_is_not_too_much_for_another(
+    max_draft: int, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the two branches is within the limits on a grammar's states, both together are not; the third is not."""
+    monkeypatch.setattr(worker_grammar, "LIMITS", {**worker_grammar.LIMITS, "max_lexer_states": 75})
+    branches = LLMatcher.grammar_from_regex("A[a-z]{40}|B[a-y]{40}|C[a-x]{400}")
+    ours = with_grammars(Rig(spec, max_draft=max_draft, max_model_len=512, num_blocks=256), Grammar(branches, "regex"))
+    for begins in ("AB", "C", "BA"):
+        rows = [ours.admit(PROMPT, constrained(logit_bias=((ord(letter), 100.0),))) for letter in begins]
+        run_to_the_end(ours, rows, 100 if begins != "C" else 70)
+        lengths = [len(text(row)) for row in rows]
+        assert lengths == [41, 41] if begins != "C" else 40 < lengths[0] < 75
+
+
 def test_a_row_that_may_draw_nothing_says_so(spec: ModelSpec) -> None:
     ours = rig(spec)
     ours.model.embedding[50] = float("nan")
