@@ -185,7 +185,7 @@ def test_a_head_whose_drafts_are_taken_in_part_does_not_bend_it_either(few_token
     costs = StepCosts((1, 64, 256), [1.0, 1.0, 1.7])
     head = EagleProposer(target, bigram_head(spec))
     runner.proposer = controller = AdaptiveProposer(head, costs, 64, clock=lambda: 0.0)
-    controller.acceptance = lambda rows: np.full(len(rows), 0.95)  # type: ignore[method-assign]
+    controller._dear.acceptance = lambda rows: np.full(len(rows), 0.95)  # type: ignore[method-assign]
     counts, accepted = dict.fromkeys(expected, 0), 0
     for round_number in range(NUM_ROUNDS):
         seeds = range(round_number * NUM_AT_ONCE, (round_number + 1) * NUM_AT_ONCE)
