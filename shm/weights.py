@@ -15,6 +15,7 @@ the next worker fills it again. Nothing is written after completion.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -27,6 +28,10 @@ _COMPLETE_AT = _WORD
 _HEADER_BYTES = 4 * _WORD
 _MOST_AT_ONCE = 1 << 30
 """Linux writes at most 2 GiB in one call."""
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Kept(msgspec.Struct, frozen=True, array_like=True):
@@ -110,9 +115,17 @@ class WeightFile:
         _, _, at, nbytes = _words(os.pread(self._fd, _HEADER_BYTES, 0))
         return msgspec.msgpack.decode(os.pread(self._fd, nbytes, at), type=dict[str, Kept])
 
-    def map(self, kept: Kept) -> mmap.mmap:
-        """The tensor's bytes, read-only: a stray write is a SIGSEGV here, never another worker's wrong answer."""
-        return mmap.mmap(self._fd, max(1, kept.nbytes), mmap.MAP_SHARED, mmap.PROT_READ, offset=kept.offset)
+    def map(self, kept: Kept) -> ctypes.Array[ctypes.c_ubyte]:
+        """The tensor's bytes, for as long as this process lives. Read-only, whatever the buffer says: a stray write is
+        a SIGSEGV here, never another worker's wrong answer. Raises OSError.
+
+        Python's own mappings keep a descriptor each, and a model may have more weights than a process may have files.
+        """
+        nbytes = max(1, kept.nbytes)
+        address = _mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, self._fd, kept.offset)
+        if address == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), f"could not map {nbytes} bytes of weights")
+        return (ctypes.c_ubyte * nbytes).from_address(address)
 
     def _write(self, data: memoryview, at: int) -> None:
         while data.nbytes:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -20,8 +19,6 @@ from slipring.kernels.linear import packed_parts, packed_weight
 from slipring.shm.weights import Kept, WeightFile
 
 _RETRY_S = 0.02
-_mappings: list[object] = []
-"""A packed weight does not own its memory."""
 
 
 class WeightShare:
@@ -74,13 +71,9 @@ class WeightShare:
     def _mapped(self, kept: Kept) -> Tensor:
         dtype = getattr(torch, kept.dtype)
         mapping = self._file.map(kept)
-        with warnings.catch_warnings():
-            # torch has no read-only tensors; nobody writes to a weight.
-            warnings.filterwarnings("ignore", "The given buffer is not writable")
-            flat = torch.frombuffer(mapping, dtype=torch.uint8, count=kept.nbytes)
+        flat = torch.frombuffer(mapping, dtype=torch.uint8, count=kept.nbytes)
         if not kept.layout:
             return flat.view(dtype)[: math.prod(kept.shape)].view(kept.shape)
-        _mappings.append(flat)
         return packed_weight(flat.data_ptr(), kept.layout, kept.shape, dtype)
 
 

@@ -104,6 +104,13 @@ def test_mapped_memory_cannot_be_written(segment: WeightSegment) -> None:
     assert share.tensor("x", never_called).sum() == 0  # type: ignore[arg-type]
 
 
+def test_mapped_weights_take_no_descriptors(segment: WeightSegment) -> None:
+    share, before = WeightShare(segment.fd, never_called), len(os.listdir("/proc/self/fd"))
+    kept = [share.tensor(str(number), lambda: torch.ones(5)) for number in range(50)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert sum(float(tensor.sum()) for tensor in kept) == 250
+
+
 def test_a_renewed_segment_is_empty(segment: WeightSegment) -> None:
     share = WeightShare(os.dup(segment.fd), never_called)
     share.tensor("x", lambda: torch.zeros(1))
