@@ -17,7 +17,15 @@ from torch import Tensor
 from slipring.shm.spec import ModelSpec
 from slipring.workers.speculation.eagle_head import EagleHead
 from slipring.workers.speculation.published_heads import load_published
-from slipring.workers.speculation.tensor_files import CONFIG, WEIGHTS, check_shape, int8_tensors, write_head
+from slipring.workers.speculation.tensor_files import (
+    CONFIG,
+    WEIGHTS,
+    check_shape,
+    check_taps,
+    check_tokens,
+    int8_tensors,
+    write_head,
+)
 
 
 class HeadConfig(msgspec.Struct, frozen=True):
@@ -69,6 +77,7 @@ def load_head(path: Path, spec: ModelSpec, max_model_len: int) -> EagleHead:
     if not _is_ours(path):
         return load_published(path, spec, max_model_len)
     config = msgspec.json.decode((path / CONFIG).read_bytes(), type=HeadConfig)
+    check_taps(path, config.taps, spec.num_layers)
     weights: dict[str, Tensor] = {}
     with safe_open(path / WEIGHTS, "pt") as file:
         for name, shape in shapes(spec, config.taps).items():
@@ -78,4 +87,5 @@ def load_head(path: Path, spec: ModelSpec, max_model_len: int) -> EagleHead:
                 weights[name] = file.get_tensor(name).float()
             check_shape(path, name, weights[name], shape)
         token_ids = file.get_tensor("token_ids").long()
+    check_tokens(path, token_ids, spec.vocab_size)
     return EagleHead(spec, weights, token_ids, config.taps)

@@ -24,6 +24,7 @@ from slipring.shm.spec import ModelSpec
 from slipring.workers.speculation.tensor_files import (
     WEIGHTS,
     check_shape,
+    check_tokens,
     first_file,
     int8_tensors,
     read_tensors,
@@ -74,6 +75,7 @@ def load_medusa(path: Path, spec: ModelSpec) -> MedusaHeads:
     """In float32. Raises OSError or SafetensorError, or ValueError that says what does not fit."""
     tensors = _read(path)
     token_ids = tensors.pop("token_ids", torch.arange(spec.vocab_size)).long()
+    check_tokens(path, token_ids, spec.vocab_size)
     parts: dict[int, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in tensors.items():
         if (found := _NAME.fullmatch(name)) is None:

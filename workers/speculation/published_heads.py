@@ -23,7 +23,15 @@ from torch import Tensor
 from slipring.kernels.rope import build_cos_sin, inverse_frequencies
 from slipring.shm.spec import ModelSpec
 from slipring.workers.speculation.eagle_head import EagleHead
-from slipring.workers.speculation.tensor_files import CONFIG, WEIGHTS, check_shape, first_file, read_tensors
+from slipring.workers.speculation.tensor_files import (
+    CONFIG,
+    WEIGHTS,
+    check_shape,
+    check_taps,
+    check_tokens,
+    first_file,
+    read_tensors,
+)
 
 FILES = (WEIGHTS, "pytorch_model.bin")
 """The first of them that is there is read."""
@@ -66,7 +74,7 @@ def load_published(path: Path, spec: ModelSpec, max_model_len: int) -> EagleHead
     head_spec = msgspec.structs.replace(spec, rms_norm_eps=config.rms_norm_eps)
     weights = _layer(tensors, layer, spec, 2 if taps else 1)
     weights |= _around(tensors, layer, spec, taps)
-    token_ids = _vocabulary(tensors, spec, weights)
+    token_ids = _vocabulary(path, tensors, spec, weights)
     tensors.finish()
     inv_freq, factor = inverse_frequencies(
         spec.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings, max_model_len
@@ -115,8 +123,7 @@ def _taps(path: Path, config: PublishedConfig, spec: ModelSpec) -> tuple[int, ..
     """EAGLE-3's depths unless the config has others."""
     given = config.eagle_aux_hidden_state_layer_ids or config.eagle_config.eagle_aux_hidden_state_layer_ids
     taps = given or (2, spec.num_layers // 2, spec.num_layers - 3)
-    if list(taps) != sorted(set(taps)) or not 1 <= taps[0] <= taps[-1] <= spec.num_layers:
-        raise ValueError(f"{path}: the target has no rising layers {list(taps)}: it has {spec.num_layers}")
+    check_taps(path, taps, spec.num_layers)
     return tuple(taps)
 
 
@@ -158,7 +165,7 @@ def _around(tensors: _Tensors, layer: str, spec: ModelSpec, taps: tuple[int, ...
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _vocabulary(tensors: _Tensors, spec: ModelSpec, weights: dict[str, Tensor]) -> Tensor:
+def _vocabulary(path: Path, tensors: _Tensors, spec: ModelSpec, weights: dict[str, Tensor]) -> Tensor:
     """[n] int64; puts the head's own output matrix, if it has one, into `weights`."""
     num = tensors.rows("lm_head.weight") if tensors.has("lm_head.weight") else spec.vocab_size
     if tensors.has("lm_head.weight"):
@@ -166,6 +173,5 @@ def _vocabulary(tensors: _Tensors, spec: ModelSpec, weights: dict[str, Tensor]) 
     token_ids = torch.arange(num)
     if (shift := tensors.maybe("d2t", num)) is not None:
         token_ids = token_ids + shift.long()
-    if len(token_ids) and (token_ids.min() < 0 or token_ids.max() >= spec.vocab_size):
-        raise ValueError(f"the head guesses token {int(token_ids.max())}, this model has {spec.vocab_size}")
+    check_tokens(path, token_ids, spec.vocab_size)
     return token_ids

@@ -37,7 +37,7 @@ class Limits:
 
     def drafts(self) -> list[int]:
         """[depth + 1]: drafts after a match of so many tokens, or of its last few, if those allow more."""
-        allowed = [min(int(self.factor * length), self.depth - length) for length in range(self.depth + 1)]
+        allowed = [int(min(self.factor * length, self.depth - length)) for length in range(self.depth + 1)]
         return [max(allowed[: length + 1]) for length in range(self.depth + 1)]
 
 

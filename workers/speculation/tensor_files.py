@@ -83,3 +83,15 @@ def check_shape(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -
     if tensor.shape != shape:
         found, needed = list(tensor.shape), list(shape)
         raise ValueError(f"{path}: {name} is {found}, this model needs {needed}: made for another model?")
+
+
+def check_tokens(path: Path, token_ids: Tensor, vocab_size: int) -> None:
+    """A head's vocabulary must be within the target's. Raises ValueError."""
+    if (beyond := token_ids[(token_ids < 0) | (token_ids >= vocab_size)]).numel():
+        raise ValueError(f"{path}: the head guesses token {int(beyond[0])}, this model has {vocab_size}")
+
+
+def check_taps(path: Path, taps: Sequence[int], num_layers: int) -> None:
+    """A head reads the residual stream behind so many of the target's layers each. Raises ValueError."""
+    if list(taps) != sorted(set(taps)) or not all(1 <= tap <= num_layers for tap in taps):
+        raise ValueError(f"{path}: the target has no rising layers {list(taps)}: it has {num_layers}")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from msgspec.structs import replace
 from torch import Tensor
 
 from slipring.kernels import int8_linear
@@ -298,3 +299,8 @@ def test_a_head_for_another_model_is_refused(spec: ModelSpec, head: Path, tmp_pa
     assert shapes(other) != shapes(spec)
     with pytest.raises(ValueError, match="another model"):
         load_head(head, other, 128)
+    with pytest.raises(ValueError, match="guesses token 200, this model has 200"):
+        load_head(head, replace(spec, vocab_size=200), 128)
+    if load_head(head, spec, 128).taps:
+        with pytest.raises(ValueError, match=r"no rising layers \[1, 2\]: it has 1"):
+            load_head(head, replace(spec, num_layers=1), 128)

@@ -148,6 +148,7 @@ def test_published_heads_load_as_they_are(spec: ModelSpec, tmp_path: Path, file:
         ({"0.2.weight": None}, "2 of 3 heads have an output matrix"),
         ({"7.0.linear.weight": torch.zeros(3, 3)}, "numbered from 0"),
         ({"lm_head.weight": torch.zeros(3, 3)}, "lm_head.weight: not part"),
+        ({"token_ids": torch.tensor([3, 9999])}, "guesses token 9999"),
     ],
 )
 def test_what_does_not_fit_is_named(
