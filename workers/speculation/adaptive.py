@@ -63,7 +63,7 @@ class AdaptiveProposer(ProposerAround):
         self._asleep: NDArray[np.bool_] = np.zeros(num_rows, bool)
         """Rows that are not asked until they have waited."""
         self._behind: NDArray[np.bool_] = np.ones(num_rows, bool)
-        """Rows without drafts since they were admitted, or fell asleep: there is more to catch up with than usual."""
+        """Rows without drafts since they were admitted, slept or took copies: they have more to catch up with."""
         self._num_rows = 0
         """Most rows of a step since a row fell asleep."""
         self._for_tries = 0.0
@@ -90,6 +90,7 @@ class AdaptiveProposer(ProposerAround):
         most = np.zeros_like(most) if self._inner.is_free else self._of_those_awake(rows, most)
         promised = self._promised(rows, most)
         most = np.where((found.num > 0) & self._as_good(worth, promised), 0, most)
+        self._behind[rows[most == 0]] = True
         tries, asked, drafts = np.zeros_like(most), np.zeros_like(most), Drafts.none(len(rows))
         if most.any():
             tries = self._to_try(rows, most)
@@ -103,8 +104,7 @@ class AdaptiveProposer(ProposerAround):
         offered, took = np.where(asked > 0, drafts.num, most) > 0, made & kept.any(1)
         self._waited[rows[took]] = 0
         if offered.any():
-            left_out = rows[offered & ~took]
-            self._asleep[left_out] = self._behind[left_out] = True
+            self._asleep[rows[offered & ~took]] = True
             self._num_rows = max(self._num_rows, len(rows))
         return both.keep(kept)
 

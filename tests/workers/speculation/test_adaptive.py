@@ -360,3 +360,33 @@ def test_rows_are_served_by_different_proposers_in_one_step() -> None:
         tokens = np.repeat(np.array([[RIGHT], [COPY]]), 5, 1)
         proposer.accept(rows, tokens, 1 + np.where(right, drafts.num, 0))
     assert first.tolist() == [RIGHT, COPY]
+
+
+def test_a_row_that_took_copies_has_more_to_catch_up_with_than_usual() -> None:
+    """Catching up takes by the steps since it was last asked; a hundred of them are not what each step takes."""
+
+    class Copying(NullProposer):
+        num_left = 0
+
+        def propose(self, rows: IntArray, most: IntArray) -> Drafts:
+            self.num_left -= 1
+            num = most if self.num_left > 0 else np.zeros_like(most)
+            return Drafts(np.ones((len(rows), int(most.max())), np.int64), num)
+
+    class Behind(Slow):
+        num_steps = 0
+
+        def catch_up(self, rows: IntArray) -> None:
+            self.now += (0.0001 + 0.002 * self.num_steps) * len(rows)
+            self.num_steps = 0
+
+    slow, copies = Behind(0.0001), Copying()
+    proposer = AdaptiveProposer(slow, StepCosts(SIZES, FLAT), num_rows=8, free=copies, clock=lambda: slow.now)
+    proposer.admit(3, np.zeros(0, np.int32))
+    run(proposer, [3], [0.9], 10)
+    before = proposer._catch_up_seconds.mean
+    for _ in range(5):
+        copies.num_left, slow.num_steps = 100, 100
+        run(proposer, [3], [1.0], 99)
+        run(proposer, [3], [0.9], 3)
+    assert proposer._catch_up_seconds.mean < 1.1 * before
