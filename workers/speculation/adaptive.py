@@ -85,23 +85,24 @@ class AdaptiveProposer(ProposerAround):
         self._seconds = 0.0
         for judged in (self._free, self._dear):
             judged.begin(rows)
-        found = self._free.propose(rows, most)
-        worth = self._free.worth(rows, found)
+        found = self._free.propose(rows, most if self._inner.is_free else self._levels(most))
+        copies = self._free.judge(rows, found)
         most = np.zeros_like(most) if self._inner.is_free else self._of_those_awake(rows, most)
         promised = self._promised(rows, most)
-        most = np.where((found.num > 0) & self._as_good(worth, promised), 0, most)
+        copied = (most > 0) & (found.num > 0) & self._as_good(copies, most, promised)
+        self._waited[rows] += copied  # or what its drafts are worth would never be found out again
+        tries = self._to_try(rows, most)
+        most = np.where(copied & (tries == 0), 0, most)
         self._behind[rows[most == 0]] = True
-        tries, asked, drafts = np.zeros_like(most), np.zeros_like(most), Drafts.none(len(rows))
-        if most.any():
-            tries = self._to_try(rows, most)
-            drafts, asked = self._ask(rows, most, promised, tries)
-        made = drafts.num > 0
-        both, worth = drafts.or_else(found), _or_else(made, self._dear.worth(rows, drafts), worth)
-        kept = self._kept(worth, both.num, np.where(made, tries, 0))
-        for judged, own, its in ((self._dear, drafts, made), (self._free, found, ~made)):
-            judged.take(rows, own, kept[:, : own.tokens.shape[1]] & its[:, None])
+        drafts, asked = self._ask(rows, most, promised, tries) if most.any() else (Drafts.none(len(rows)), most)
+        judged = self._dear.judge(rows, drafts)
+        made = (drafts.num > 0) & ((tries > 0) | (_worth(judged) >= _worth(copies)))
+        both = judged.of_those(made).or_else(copies)
+        kept = self._kept(both, np.where(made, tries, 0))
+        for which, own, its in ((self._dear, drafts, made), (self._free, found, ~made)):
+            which.take(rows, own, kept[:, : own.tokens.shape[1]] & its[:, None])
         # A row that had to be asked and has no drafts (it catches up, perhaps) is not one that is not worth it.
-        offered, took = np.where(asked > 0, drafts.num, most) > 0, made & kept.any(1)
+        offered, took = np.where(asked > 0, made, most > 0), made & kept.any(1)
         self._waited[rows[took]] = 0
         if offered.any():
             self._asleep[rows[offered & ~took]] = True
@@ -117,10 +118,6 @@ class AdaptiveProposer(ProposerAround):
     def step_took(self, num_tokens: int, seconds: float) -> None:
         self._costs.observe(num_tokens, max(seconds - self._seconds, seconds / 2))
         self._inner.step_took(num_tokens, seconds)
-
-    def acceptance(self, rows: IntArray) -> FloatArray:
-        """[R]: the chance that a draft is accepted when those before it were."""
-        return (self._free if self._inner.is_free else self._dear).acceptance(rows)
 
     def _of_those_awake(self, rows: IntArray, most: IntArray) -> IntArray:
         """`most`, but 0 for rows that wait."""
@@ -144,12 +141,14 @@ class AdaptiveProposer(ProposerAround):
         place = np.arange(int(levels.max(initial=0)))
         return np.where(place < levels[:, None], self._dear.acceptance(rows)[:, None] ** (place + 1), 0.0)
 
-    def _as_good(self, found: FloatArray, promised: FloatArray) -> NDArray[np.bool_]:
-        """[R]: whether drafts that are there, worth found [R, K], yield as many tokens a second as those [R, L] that
-        would have to be made."""
-        step, levels = self._costs.at(len(found)), int((promised > 0).sum(1).max(initial=0))
-        making = self._catch_up_seconds.mean + self._level_seconds.mean * levels
-        return (1 + found.sum(1)) * (step + making) >= (1 + promised.sum(1)) * step
+    def _as_good(self, copies: Drafts, most: IntArray, promised: FloatArray) -> NDArray[np.bool_]:
+        """[R]: whether copies yield as many tokens a second as drafts that would have to be made. That takes no longer
+        for a row more, if a row without copies asks for them anyway."""
+        making, step = 0.0, self._costs.at(len(most))
+        if not (most[copies.num == 0] > 0).any():
+            levels = int((promised > 0).sum(1).max(initial=0))
+            making = self._catch_up_seconds.mean + self._level_seconds.mean * levels
+        return (1 + _worth(copies)) * (step + making) >= (1 + promised.sum(1)) * step
 
     def _levels(self, most: IntArray) -> IntArray:
         """[R]: drafts that follow each other, among so many."""
@@ -183,12 +182,13 @@ class AdaptiveProposer(ProposerAround):
         self._behind[rows[drafts.num > 0]] = False
         return drafts, asked
 
-    def _kept(self, worth: FloatArray, num: IntArray, tries: IntArray) -> NDArray[np.bool_]:
-        """[D, K]: the drafts that make the step yield the most, of those worth [D, K], num [D] of each entry's."""
-        most = self._that_pay(worth, num) + tries
+    def _kept(self, drafts: Drafts, tries: IntArray) -> NDArray[np.bool_]:
+        """[D, K]: those that make the step yield the most."""
+        assert drafts.worth is not None
+        most = self._that_pay(drafts.worth, drafts.num) + tries
         # A draft is worth no more than the one it follows, so the best ones are a tree.
-        rank = np.argsort(np.argsort(-worth, 1, kind="stable"), 1)
-        return (rank < most[:, None]) & (np.arange(worth.shape[1]) < num[:, None])
+        rank = np.argsort(np.argsort(-drafts.worth, 1, kind="stable"), 1)
+        return (rank < most[:, None]) & (np.arange(drafts.tokens.shape[1]) < drafts.num[:, None])
 
     def _that_pay(
         self, worth: FloatArray, num: IntArray, level_seconds: float = 0.0, any_seconds: float = 0.0
@@ -240,9 +240,7 @@ class _Seconds:
             self.mean += (min(seconds, self.mean * _WORST) - self.mean) * _LEARN
 
 
-def _or_else(its: NDArray[np.bool_], one: FloatArray, other: FloatArray) -> FloatArray:
-    """[D, K]: rows of `one` where `its` [D] is true, else of `other`; 0 where that is too short."""
-    both = np.zeros((len(its), max(one.shape[1], other.shape[1])))
-    both[its, : one.shape[1]] = one[its]
-    both[~its, : other.shape[1]] = other[~its]
-    return both
+def _worth(drafts: Drafts) -> FloatArray:
+    """[D]: of all of an entry's drafts; they have been judged."""
+    assert drafts.worth is not None
+    return drafts.worth.sum(1)

@@ -6,6 +6,8 @@ of such sayings, or else by the row's own record, which begins with everybody's.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -63,8 +65,8 @@ class Judged:
         """[R]: the chance that a draft is accepted when those before it were."""
         return self._levels.share(rows)
 
-    def worth(self, rows: IntArray, drafts: Drafts) -> FloatArray:
-        """[D, K]: of each draft, 0 where there is none."""
+    def judge(self, rows: IntArray, drafts: Drafts) -> Drafts:
+        """With what each is worth by its record, 0 where there is none."""
         there = np.arange(drafts.tokens.shape[1]) < drafts.num[:, None]
         if drafts.worth is not None:
             worth = np.minimum(drafts.worth * self._sayings.share(rows)[:, None], 1.0)
@@ -74,10 +76,10 @@ class Judged:
             if drafts.parents is not None:
                 # The second child counts where the first one was wrong, and so on.
                 worth *= (1 - chance) ** ranks(drafts.parents)
-        return np.where(there, worth, 0.0)
+        return replace(drafts, worth=np.where(there, worth, 0.0))
 
     def take(self, rows: IntArray, drafts: Drafts, kept: NDArray[np.bool_]) -> None:
-        """Of its drafts those of kept [D, K] are used."""
+        """Of its drafts, as it proposed them, those of kept [D, K] are used."""
         if not kept.any():
             return
         self._depth[rows] = np.where(kept, depths(drafts.follows)[:, 1:], 0).max(1)

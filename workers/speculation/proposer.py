@@ -92,13 +92,16 @@ class Drafts:
             proposals[at] = self.proposals
         return Drafts(tokens, num, parents, worth, proposals)
 
+    def of_those(self, entries: NDArray[np.bool_]) -> Drafts:
+        """Those of the entries [D] for which it is true; the others have none."""
+        return replace(self, num=np.where(entries, self.num, 0))
+
     def or_else(self, other: Drafts) -> Drafts:
-        """`other`'s for the entries that have none. What drafts are worth is left out."""
-        if not other.num.any():
-            return replace(self, worth=None)
+        """`other`'s for the entries that have none. What drafts are worth is kept if both tell."""
         here, width = self.num > 0, max(self.tokens.shape[1], other.tokens.shape[1])
         both = Drafts(np.zeros((len(here), width), np.int64), np.where(here, self.num, other.num))
         parents = None if self.parents is None and other.parents is None else both.follows.copy()
+        worth = None if self.worth is None or other.worth is None else np.zeros(both.tokens.shape)
         given = [drafts.proposals.shape[2] for drafts in (self, other) if drafts.proposals is not None]
         proposals = np.zeros((*both.tokens.shape, max(given)), PROPOSAL) if given else None
         for drafts, at in ((self, np.flatnonzero(here)), (other, np.flatnonzero(~here))):
@@ -106,9 +109,11 @@ class Drafts:
             both.tokens[at, :own] = drafts.tokens[at]
             if parents is not None:
                 parents[at, :own] = drafts.follows[at]
+            if worth is not None and drafts.worth is not None:
+                worth[at, :own] = drafts.worth[at]
             if proposals is not None and drafts.proposals is not None:
                 proposals[at, :own, : drafts.proposals.shape[2]] = drafts.proposals[at]
-        return replace(both, parents=parents, proposals=proposals)
+        return replace(both, parents=parents, worth=worth, proposals=proposals)
 
     @property
     def follows(self) -> IntArray:

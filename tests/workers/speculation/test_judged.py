@@ -32,11 +32,17 @@ def judged(proposer: NullProposer) -> Judged:
     return found
 
 
+def worth_of(proposer: Judged, drafts: Drafts) -> np.ndarray:
+    worth = proposer.judge(ROW, drafts).worth
+    assert worth is not None
+    return worth
+
+
 def step(proposer: Judged, drawn: int, kept: int) -> np.ndarray:
     """Worth of the drafts of one step, of which `kept` are taken, and after which `drawn` comes all the time."""
     proposer.begin(ROW)
     drafts = proposer.propose(ROW, np.array([5]))
-    worth = proposer.worth(ROW, drafts)
+    worth = worth_of(proposer, drafts)
     proposer.take(ROW, drafts, np.arange(drafts.tokens.shape[1])[None] < kept)
     right = drawn == TOKEN
     proposer.accept(ROW, np.full((1, 6), drawn), np.array([1 + kept * right]))
@@ -45,7 +51,7 @@ def step(proposer: Judged, drawn: int, kept: int) -> np.ndarray:
 
 def test_a_tree_without_sayings_is_judged_by_depth_and_rank() -> None:
     proposer = judged(Branching())
-    worth = proposer.worth(ROW, proposer.propose(ROW, np.array([5])))
+    worth = worth_of(proposer, proposer.propose(ROW, np.array([5])))
     a = float(proposer.acceptance(ROW)[0])
     assert worth[0] == pytest.approx([a, a * (1 - a), a * a, a * a * (1 - a), a**3 * (1 - a)])
 
