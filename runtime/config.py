@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_right
 
 import msgspec
 
@@ -212,10 +213,15 @@ def _resolve(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> Resol
         kv_cache_bytes=_kv_cache_bytes(config),
         num_threads=config.cpu_threads or max(1, available_cpus() // config.data_parallel_size),
         pipeline_depth=2 if config.async_scheduling else 1,
-        num_rows=config.max_num_seqs + max(8, config.max_num_seqs // 4),
+        num_rows=_num_rows(config.max_num_seqs),
         num_blocks=config.num_gpu_blocks_override,
         kv_transfer=_kv_transfer(config),
     )
+
+
+def _num_rows(max_num_seqs: int) -> int:
+    """Of the batch table: some more than run at a time, since a row is free only once no step in flight has it."""
+    return max_num_seqs + max(8, max_num_seqs // 4)
 
 
 def _check(config: EngineConfig) -> None:
@@ -275,14 +281,26 @@ def _check_room(resolved: ResolvedConfig) -> None:
 
 def _check_table(resolved: ResolvedConfig) -> None:
     """A table that does not fit would not fail: shared memory is promised freely, and the system dies of its pages."""
-    table, free = resolved.table_shape.nbytes, available_bytes()
+    num_seqs, length, free = resolved.user.max_num_seqs, resolved.max_model_len, available_bytes()
+
+    def needed(num_seqs: int, length: int) -> int:
+        return TableShape(_num_rows(num_seqs), length, resolved.user.block_size).nbytes
+
+    table = needed(num_seqs, length)
     if table <= free // 2:
         return
-    num_seqs, length = resolved.user.max_num_seqs, resolved.max_model_len
+    room = free * 7 // 16  # somewhat less, so that it still fits when it is tried
+    if most := bisect_right(range(1, min(num_seqs, room) + 1), room, key=lambda seqs: needed(seqs, length)):
+        fix = f"--max-num-seqs {most}"
+    elif most := bisect_right(range(1, min(length, room) + 1), room, key=lambda tokens: needed(num_seqs, tokens)):
+        fix = f"--max-model-len {most}"
+    else:
+        most = bisect_right(range(1, min(length, room) + 1), room, key=lambda tokens: needed(1, tokens))
+        fix = f"--max-model-len {max(1, most)} with --max-num-seqs 1"
     raise ConfigError(
         f"--max-num-seqs {num_seqs} with --max-model-len {length} needs {table / 2**30:.1f} GiB for the batch table, "
         f"more than half of the {free / 2**30:.1f} GiB of memory that there are: use fewer or shorter sequences, such "
-        f"as --max-num-seqs {max(1, num_seqs * (free // 2) // table)}"
+        f"as {fix}"
     )
 
 

@@ -18,6 +18,7 @@ needs; it compares generations with the StepInput, never with the column here, w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,7 +86,7 @@ class TableShape:
 
     @property
     def nbytes(self) -> int:
-        return sum(align(int(np.prod(shape)) * np.dtype(dtype).itemsize) for _, dtype, shape in self.columns())
+        return sum(align(math.prod(shape) * np.dtype(dtype).itemsize) for _, dtype, shape in self.columns())
 
 
 class BatchTable:
@@ -127,7 +128,7 @@ class BatchTable:
         self.shape = shape
         offset = 0
         for name, dtype, dims in shape.columns():
-            count = int(np.prod(dims))
+            count = math.prod(dims)
             view = np.frombuffer(segment.buf, dtype=dtype, count=count, offset=offset).reshape(dims)
             setattr(self, name, view)
             offset += align(view.nbytes)

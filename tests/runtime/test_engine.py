@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -624,6 +625,8 @@ def test_a_start_of_many_replicas_ends_at_a_signal_before_the_last_is_spawned(mo
         ({"max_model_len": 10**9}, "--max-model-len"),
         ({"block_size": 12}, "--block-size"),
         ({"max_num_seqs": 10**8}, r"--max-num-seqs 100000000 .* GiB for the batch table, .* --max-num-seqs \d+$"),
+        ({"max_num_seqs": 10**16}, r"with --max-model-len \d+ needs .* such as --max-num-seqs \d+$"),
+        ({"max_num_seqs": 10**30}, r"with --max-model-len \d+ needs .* such as --max-num-seqs \d+$"),
         ({"max_model_len": 10**11, "allow_long_max_model_len": True}, "with --max-model-len 100000000000 needs"),
         ({"max_num_seqs": 8, "max_num_batched_tokens": 4}, "--max-num-batched-tokens"),
         ({"dtype": "int3"}, "--dtype"),
@@ -641,6 +644,28 @@ def test_a_start_of_many_replicas_ends_at_a_signal_before_the_last_is_spawned(mo
 def test_impossible_settings_name_the_flag(settings: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Engine(EngineConfig(model="smollm2", **settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "length", "flags"),
+    [
+        (64, 10**8, {"--max-num-seqs"}),
+        (10**16, 8192, {"--max-num-seqs"}),
+        (8, 10**10, {"--max-model-len"}),
+        (10**16, 10**16, {"--max-model-len", "--max-num-seqs"}),
+    ],
+)
+def test_what_is_suggested_for_the_batch_table_fits(
+    num_seqs: int, length: int, flags: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipring.runtime.config.available_bytes", lambda: 16 << 30)
+    settings = {"max_num_seqs": num_seqs, "max_model_len": length, "allow_long_max_model_len": True}
+    with pytest.raises(ConfigError) as refused:
+        Engine(EngineConfig(model="smollm2", **settings))  # type: ignore[arg-type]
+    found = re.findall(r"(--[a-z-]+) (\d+)", str(refused.value).rpartition("such as")[2])
+    assert {flag for flag, _ in found} == flags
+    settings |= {flag[2:].replace("-", "_"): int(value) for flag, value in found}
+    Engine(EngineConfig(model="smollm2", **settings))  # type: ignore[arg-type]
 
 
 def test_draining_finishes_what_is_live_and_refuses_what_is_new() -> None:
