@@ -78,11 +78,21 @@ def _words(path: str, name: str, action: argparse.Action, value: Any) -> list[st
             return [f"--{name}"]
         return [f"--no-{name}"] if isinstance(action, argparse.BooleanOptionalAction) else []
     if isinstance(value, dict) and action.metavar == "JSON":
-        return [f"--{name}={json.dumps(value)}"]
+        return [f"--{name}={_json(path, name, value)}"]
     values = value if isinstance(value, list) else [value]
     if isinstance(value, list) and not isinstance(action, (_AppendAction, _ExtendAction)):
         raise ConfigFileError(f"{path}: {name} takes one value, got a list of {len(value)}")
     return [f"--{name}={_scalar(path, name, item)}" for item in values]
+
+
+def _json(path: str, name: str, value: dict[Any, Any]) -> str:
+    def refuse(part: object) -> None:
+        raise ConfigFileError(f"{path}: {name} holds what JSON cannot: {part!r}; put a text in quotation marks")
+
+    try:
+        return json.dumps(value, default=refuse)
+    except (TypeError, ValueError, RecursionError) as error:  # a key that is no text; an alias of what it stands in
+        raise ConfigFileError(f"{path}: {name} cannot be written as JSON: {error}") from None
 
 
 def _scalar(path: str, name: str, value: Any) -> str:

@@ -51,6 +51,10 @@ def test_the_command_line_wins(tmp_path: Path) -> None:
         ("port: [", "slipring.yaml, line 1: it is neither YAML nor JSON: "),
         ("port: 1\n  a: b", "slipring.yaml, line 2: it is neither YAML nor JSON: mapping values are not allowed here"),
         ("a: \0", "slipring.yaml: it is neither YAML nor JSON: "), ("zzz: 1", "no flag 'zzz'"),
+        ("speculative-config: {model: 2026-01-01}", "speculative-config holds what JSON cannot: datetime.date(2026, 1"),
+        ("speculative-config: {model: [!!binary aGk=]}", "speculative-config holds what JSON cannot: b'hi'"),
+        ("speculative-config: {2026-01-01: ngram}", "speculative-config cannot be written as JSON: keys must be"),
+        ("speculative-config: &a {model: *a}", "speculative-config cannot be written as JSON: Circular reference"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told(tmp_path: Path, text: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
