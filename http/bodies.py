@@ -208,7 +208,7 @@ def decode(data: bytes, kind: type[Body]) -> Body:
     try:
         return _decoder(kind).decode(data)
     except msgspec.ValidationError as error:
-        raise _explain(str(error)) from None
+        raise _explain(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeError) as error:
         words = "half a UTF-16 surrogate pair" if _ends_in_half_a_pair(data, error) else error
         raise bad_request(f"The body is not valid JSON: {words}.", code="invalid_json") from None
@@ -228,9 +228,10 @@ _EXPECTED = re.compile(r"Expected `(?P<wanted>[^`]+)`, got `(?P<got>[^`]+)`")
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
 _UNKNOWN = re.compile(r"contains unknown field `(?P<name>[^`]+)`")
 _PATH = re.compile(r" - at `(?P<path>[^`]+)`$")
+_STEP, _INDEX = re.compile(r"\[\.\.\.\]|\[\d+\]|[^.\[\]]+"), re.compile(r"\[\d+\]")
 
 
-def _explain(text: str) -> ApiError:
+def _explain(text: str, kind: type[msgspec.Struct]) -> ApiError:
     """msgspec's sentence in our words: "Expected `int | null`, got `str` - at `$.n`" becomes an error on `n`."""
     at = _PATH.search(text)
     full = at["path"].removeprefix("$").lstrip(".") if at else ""
@@ -240,7 +241,7 @@ def _explain(text: str) -> ApiError:
         path = f"{path}.{missing['name']}" if path else missing["name"]
         return bad_request(f"Missing required field `{path}`.", path, "missing_required_parameter")
     if expected := _EXPECTED.search(text):
-        wanted = " or ".join(_WORDS.get(word, word) for word in expected["wanted"].split(" | "))
+        wanted = _in_words(expected["wanted"])
         got = _WORDS.get(expected["got"], expected["got"])
         return bad_request(f"{where} must be {wanted}, got {got}.", path or None, "invalid_type")
     if unknown := _UNKNOWN.search(text):
@@ -248,6 +249,23 @@ def _explain(text: str) -> ApiError:
         return bad_request(f"Unknown field `{path}`.", path, "unknown_parameter")
     if text.startswith("Number out of range"):
         limits = RANGES.get(path)
-        wanted = "a number of at most 1.8e308 in size" if limits is None else limits.words()
+        wanted = _instead_of_a_number(full, kind) if limits is None else limits.words()
         return bad_request(f"{where} must be {wanted}, got a number out of range.", path or None, "invalid_value")
     return bad_request(f"{where}: {text[: at.start()] if at else text}.", path or None, "invalid_value")
+
+
+def _in_words(types: str) -> str:
+    return " or ".join(_WORDS.get(word, word) for word in types.split(" | "))
+
+
+def _instead_of_a_number(path: str, kind: type[msgspec.Struct]) -> str:
+    """What a field accepts: msgspec looks at a number's size before it asks whether there may be one."""
+    value: object = 0.5
+    for part in reversed(_STEP.findall(path)):
+        value = [value] if _INDEX.fullmatch(part) else {part: value}
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        if expected := _EXPECTED.search(str(error)):
+            return _in_words(expected["wanted"])
+    return "a number of at most 1.8e308 in size"
