@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -66,10 +67,20 @@ def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def write_head(path: Path, tensors: dict[str, Tensor], config: dict[str, object]) -> None:
-    """Write the directory `path`."""
+    """Write the directory `path`. Whoever reads a file meanwhile finds the old one or the new one, whole."""
     path.mkdir(parents=True, exist_ok=True)
-    (path / WEIGHTS).write_bytes(save(tensors))  # save_file's can be read by their owner alone
-    (path / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+    _replace(path / WEIGHTS, save(tensors))  # save_file's can be read by their owner alone
+    _replace(path / CONFIG, (json.dumps(config, indent=1) + "\n").encode())
+
+
+def _replace(file: Path, content: bytes) -> None:
+    """With the mode that any new file gets, whatever an old one's was."""
+    written = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        written.write_bytes(content)
+        written.replace(file)
+    finally:
+        written.unlink(missing_ok=True)
 
 
 def int8_tensors(name: str, matrix: Tensor) -> dict[str, Tensor]:
