@@ -48,4 +48,10 @@ def _run(name: str, options: Options, keep: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read our output has seen enough
+        sys.stdout = None
+        status = 0
+    sys.exit(status)

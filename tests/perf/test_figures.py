@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -58,6 +59,14 @@ def test_a_quick_run_prints_its_summary_last(name: str) -> None:
 def test_list_names_every_figure() -> None:
     result = subprocess.run([sys.executable, "-m", "perf", "list"], cwd=ROOT, capture_output=True, text=True)
     assert [line.split()[0] for line in result.stdout.splitlines()] == list(FIGURES)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as output:
+        result = subprocess.run([sys.executable, "-m", "perf", "list"], cwd=ROOT, stdout=output, stderr=subprocess.PIPE)
+    assert (result.returncode, result.stderr) == (0, b"")
 
 
 def test_parts_of_the_speculation_figure(monkeypatch: pytest.MonkeyPatch) -> None:
