@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from slipring.http.body_depth import check_depth
 from slipring.http.errors import ApiError, bad_request
 from slipring.http.ranges import RANGES
 
@@ -205,6 +206,7 @@ def _decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
 
 def decode(data: bytes, kind: type[Body]) -> Body:
     """Raises ApiError (400) naming the field and what would be accepted."""
+    check_depth(data)
     try:
         return _decoder(kind).decode(data)
     except msgspec.ValidationError as error:
@@ -212,8 +214,6 @@ def decode(data: bytes, kind: type[Body]) -> Body:
     except (msgspec.DecodeError, UnicodeError) as error:
         words = "half a UTF-16 surrogate pair" if _ends_in_half_a_pair(data, error) else error
         raise bad_request(f"The body is not valid JSON: {words}.", code="invalid_json") from None
-    except RecursionError:
-        raise bad_request("The body is nested too deeply.", code="invalid_json") from None
 
 
 def _ends_in_half_a_pair(data: bytes, error: Exception) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from slipring.http.body_depth import check_depth
 from slipring.http.errors import ApiError, bad_request
 from slipring.http.exchange import ApiRequest, ApiResponse
 from slipring.runtime.fault_tolerance import INSTRUCTIONS, BadCommand, FaultToleranceRequest
@@ -55,6 +56,7 @@ async def status(engine: Engine) -> ApiResponse:
 
 def read_command(data: bytes) -> FaultToleranceRequest:
     """Raises ApiError (400)."""
+    check_depth(data)
     try:
         body = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -9,7 +9,7 @@ import orjson
 
 
 def json_bytes(value: Any) -> bytes:
-    """As orjson writes it, but with integers of any size and objects as deep as bodies may be."""
+    """As orjson writes it, but with integers of any size. No body is too deep for it (`body_depth.py`)."""
     try:
         return orjson.dumps(value)
     except TypeError:

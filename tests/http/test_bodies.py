@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from slipring.http.bodies import ChatBody, CompletionBody, DetokenizeBody, decode
@@ -72,6 +74,31 @@ def test_a_body_must_be_an_object(data: bytes) -> None:
 )
 def test_what_is_no_json_is_refused(data: bytes) -> None:
     refusal(data)
+
+
+@pytest.mark.parametrize(
+    ("deep", "depth"),
+    [
+        ("[" * 199 + "]" * 199, 200),
+        ("[" * 200 + "]" * 200, 201),
+        ('[{"a":' * 99 + "1" + "}]" * 99, 199),
+        ('[{"a":' * 100 + "1" + "}]" * 100, 201),
+        ("[[],{}," * 199 + "1" + "]" * 199, 201),
+        ("[" + "[]," * 5000 + "{}]", 3),
+        (json.dumps("[" * 5000), 1),
+        (json.dumps('\\"[' * 5000 + "\\"), 1),
+        (json.dumps({'\\"{': '[\\\\"[' * 500}), 2),
+        (json.dumps('\\"') + ',"y":' + "[" * 200 + "]" * 200, 201),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_bodies_may_be_200_deep(deep: str, depth: int) -> None:
+    body = ('{"messages":[],"x":' + deep + "}").encode()
+    if depth <= 200:
+        assert decode(body, ChatBody).messages == []
+    else:
+        error = refusal(body)
+        assert error.param in ("x", "y") and error.code == "nested_too_deeply"
 
 
 @pytest.mark.parametrize("after", ["", "x", "long enough for another half"])

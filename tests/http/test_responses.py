@@ -91,7 +91,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("depth", [0, 300])
+@pytest.mark.parametrize("depth", [0, 195])
 def test_an_answer_repeats_what_the_request_held_however_large_or_deep(depth: int, stream: bool) -> None:
     api = make_api(EngineDouble(max_model_len=100_000))
     schema = nested(depth)
@@ -104,6 +104,17 @@ def test_an_answer_repeats_what_the_request_held_however_large_or_deep(depth: in
     assert answer["status"] == "completed" and answer["max_output_tokens"] == HUGE
     assert answer["tools"][0]["parameters"] == schema
     assert get(api, answer["id"]) == answer
+
+
+@pytest.mark.parametrize("depth", [198, 300, 965, 970, 975, 980, 985, 990, 3000, 100_000])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_body_that_is_too_deep_to_be_repeated_is_refused_on_its_field(depth: int, stream: bool) -> None:
+    tools = '[{"type":"function","name":"f","parameters":' + '{"a":' * depth + "1" + "}" * depth + "}]"
+    body = f'{{"input":"hi","stream":{json.dumps(stream)},"tools":{tools}}}'.encode()
+    answer = call(make_api(), "POST", RESPONSES, body)
+    error = refused(answer)
+    assert answer.status == 400 and "200 arrays and objects deep" in error["message"]
+    assert error["param"] == ("tools" if depth < 900 else error["param"])
 
 
 def test_an_empty_answer_still_has_a_message() -> None:
