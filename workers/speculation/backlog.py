@@ -57,6 +57,10 @@ class Backlog:
     def forget(self, row: int) -> None:
         self._start[row] = self._end[row] = 0
 
+    def num(self, rows: IntArray) -> IntArray:
+        """[R]: positions that wait."""
+        return self._end[rows] - self._start[rows]
+
     def put(self, new: Positions) -> None:
         """The rows go on; one that does not go on where it ended begins anew."""
         end = new.start + new.count
@@ -72,7 +76,7 @@ class Backlog:
     def take(self, rows: IntArray) -> Positions:
         """All that there is of these rows; it is gone then."""
         start = self._start[rows]
-        count = self._end[rows] - start
+        count = self.num(rows)
         entry, place = tokens_of(count)
         of_rows, at = rows[entry], (start[entry] + place) % self.capacity
         self._start[rows] = self._end[rows]

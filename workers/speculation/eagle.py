@@ -47,7 +47,7 @@ _SHORT = 8
 """Positions of a row that are entered like those of a decode step, beside other rows."""
 _IN_USE, _RATE = 0.1, 0.05
 """Share of the latest decode steps that drafts were asked for from which on prompts are entered at once, and weight of
-each step in it."""
+each step in it. Steps in which others drafted alone say nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +104,14 @@ class EagleProposer(NullProposer):
         known = self._known(entries, batch, hidden, runs)
         self._entered[self._blocks(known.rows, known.start, known.start + known.count, partly=True)] = False
         later = known.count > 0
-        if entries.num_decode:
+        drafted = np.flatnonzero(entries.drafts.num)
+        if self._asked or (entries.num_decode and not len(drafted)):
             self._use += (self._asked - self._use) * _RATE
             self._asked = False
         if self._use > _IN_USE:
+            # Somebody else drafts for a row (a grammar, or what it has written before), and may not for long.
+            rows, count = known.rows[drafted], known.count[drafted]
+            self._enter(self._backlog.take(rows[self._backlog.num(rows) + count > self._backlog.capacity]))
             prompts = np.flatnonzero(later & (np.arange(len(later)) >= entries.num_decode))
             if len(prompts):
                 later[prompts] = False

@@ -262,6 +262,42 @@ def test_a_head_that_slept_makes_up_for_what_it_kept(
     check(read, range(0))
 
 
+class Replay(Sleeper):
+    """Drafts what a row is known to draw, as copies of what it has written before would."""
+
+    def __init__(self, head: EagleProposer, tokens: list[int]) -> None:
+        super().__init__(head)
+        self._tokens = tokens
+
+    def propose(self, rows: IntArray, most: IntArray) -> Drafts:
+        if not self.sleeps or not len(rows):
+            return super().propose(rows, most)
+        position = self._head._target.rows.position[rows]
+        tokens = np.stack([np.array(self._tokens)[at + 1 : at + 1 + int(most.max())] for at in position])
+        return Drafts(tokens, most)
+
+
+def test_rows_for_which_others_draft_are_read_all_along(
+    spec: ModelSpec, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backlog, "_SIZE", 16)
+    prompt = prompts()[4]
+    plain = Rig(spec, num_blocks=256)
+    known = plain.admit(prompt, SEEDED)
+    plain.generate([known], 80)
+    rig, proposer = with_head(spec, head)
+    rig.runner.proposer = replay = Replay(proposer, known.tokens)
+    row = rig.admit(prompt, SEEDED)
+    rig.generate([row], 72)
+    assert row.outputs[:72] == known.outputs[:72]
+    replay.sleeps = False
+    rig.generate([row], len(row.outputs) + 1)
+    assert proposer._entered[row.blocks[: (len(row.tokens) - 1) // 8]].all(), "nothing was lost"
+    read = rig.admit(prompt, SEEDED)
+    rig.generate([read], 1)
+    assert proposer._entered[read.blocks[:5]].all(), "the head is in use as before"
+
+
 def test_what_is_not_a_number_spoils_one_row_alone(spec: ModelSpec, head: Path) -> None:
     """A row whose hidden states overflowed has no drafts; the next one on its blocks has."""
     rig, proposer = with_head(spec, head)
