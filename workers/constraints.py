@@ -9,11 +9,12 @@ else: an output that is complete and cannot go on ends.
 
 A row whose matcher has failed (llguidance's limits, met in the middle of an output) begins anew with its tokens, since
 all rows of a grammar share these limits. One that fails again has no mask; its draw is reported as NO_MATCH, which ends
-that request alone.
+that request alone. So does one that would have to wait until too many others have begun anew, since everybody waits.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ from slipring.workers.speculation.proposer import Drafts
 
 IntArray = NDArray[np.int64]
 _Found = TypeVar("_Found")
+_MOST_BUILDING_S = 5.0
+"""Once grammars have been built for so long in a step, no other one is: the step would pass for a hang. The largest one
+takes six seconds."""
 Landed = Callable[[], tuple[NDArray[np.int64], NDArray[np.bool_]]]
 """Waits for draws; returns (tokens [N], whether each was drawn at all [N])."""
 
@@ -59,6 +63,14 @@ class _Bound:
     """Likewise, before `min_tokens` are out."""
     min_tokens: int
 
+    def goes_on_with(self, matcher: Matcher, mask: NDArray[np.int32]) -> bool:
+        """Another one, which is at the beginning; fill the mask of what follows. False: it has failed, too."""
+        self.matcher = matcher
+        matcher.accept(self.outputs)
+        matcher.fill(mask)
+        matcher.build.is_spent |= matcher.inner.is_error()
+        return not matcher.inner.is_error()
+
 
 class Constraints:
     """Everything but the jobs runs on the thread that drives the device."""
@@ -84,6 +96,8 @@ class Constraints:
         """By row: tokens that must come next, for rows where something must."""
         self._advanced: Future[list[int]] | None = None
         """The last job that moved matchers on."""
+        self._building_s = 0.0
+        """That the mask thread has built grammars for since masks were asked for last."""
 
     def admit(self, row: int) -> None:
         """A row's admission begins: find its place in its grammar, if it has one, and fill its first mask."""
@@ -114,6 +128,7 @@ class Constraints:
             for job in self._unfinished:
                 job.result()
             self._unfinished.clear()
+            self._building_s = 0.0
         of_row = np.zeros(len(at), np.int64) if place is None else place[at]
         return Masks(at, self._masks[rows[at], of_row], at[self._failed[rows[at], of_row]])
 
@@ -198,10 +213,19 @@ class Constraints:
             self._finish(row, 0, self._bound[row].matcher)
 
     def _begin_anew(self, bound: _Bound, mask: NDArray[np.int32]) -> None:
-        """What other rows have found out of the grammar may be what was too much. If not, it fails again."""
-        bound.matcher = self._store.anew(bound.grammar_id, bound.matcher)
-        bound.matcher.accept(bound.outputs)
-        bound.matcher.fill(mask)
+        """What other rows have found out of the grammar may be what was too much. If not, it fails again.
+
+        Rows of a grammar fail in the same step, and share what the first of them has built. One that is too much beside
+        the others has its own.
+        """
+        began, text = time.monotonic(), bound.matcher.text
+        bound.matcher.build.is_spent = True
+        other = self._store.unspent(bound.grammar_id)
+        if other is not None and bound.goes_on_with(other, mask):
+            return
+        if self._building_s <= _MOST_BUILDING_S:
+            bound.goes_on_with(self._store.anew(bound.grammar_id, text, keep=other is None), mask)
+            self._building_s += time.monotonic() - began
 
     def _look_ahead(self, rows: list[int], trees: list[tuple[list[int], list[int]]]) -> None:
         """Masks behind each draft, as far as the drafts are allowed: what follows a wrong one will never count.

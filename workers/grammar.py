@@ -30,6 +30,13 @@ _KEPT_LEAVING = 256
 """Dropped grammars that are kept a while longer."""
 
 
+class Build:
+    """What all matchers that are copied from each other have in common."""
+
+    is_spent = False
+    """One of them has failed, so the others may fail, too."""
+
+
 class Matcher:
     """One output and its grammar: how far it has come, and what may follow. One thread at a time.
 
@@ -38,9 +45,9 @@ class Matcher:
     more.
     """
 
-    def __init__(self, inner: LLMatcher, eos: frozenset[int], text: str) -> None:
+    def __init__(self, inner: LLMatcher, eos: frozenset[int], text: str, build: Build) -> None:
         """`text`: of the grammar."""
-        self.inner, self.text = inner, text
+        self.inner, self.text, self.build = inner, text, build
         self._eos = eos
         self.num_accepted = 0
         self.num_ends = 0
@@ -89,7 +96,7 @@ class Matcher:
     def copy(self) -> Matcher:
         """Another one at the same place. Both share what either finds out of the grammar, and llguidance's limits on
         that: where one has met them, the other fails too."""
-        twin = Matcher(self.inner.deep_copy(), self._eos, self.text)
+        twin = Matcher(self.inner.deep_copy(), self._eos, self.text, self.build)
         twin.num_accepted, twin.num_ends = self.num_accepted, self.num_ends
         return twin
 
@@ -155,20 +162,29 @@ class GrammarStore:
     def matcher(self, grammar_id: int) -> Matcher:
         """A matcher at the beginning. Raises KeyError for a grammar that is not here."""
         with self._lock:
-            found = self._matchers.get(grammar_id) or self._leaving[grammar_id]
-            return found.copy()
+            return self._held(grammar_id)[grammar_id].copy()
 
-    def anew(self, grammar_id: int, matcher: Matcher) -> Matcher:
-        """Another one of this grammar, at the beginning, that shares nothing with those that were handed out before."""
+    def unspent(self, grammar_id: int) -> Matcher | None:
+        """Likewise, if none of those that it shares anything with has failed."""
+        with self._lock:
+            found = self._held(grammar_id).get(grammar_id)
+            return None if found is None or found.build.is_spent else found.copy()
+
+    def anew(self, grammar_id: int, text: str, keep: bool) -> Matcher:
+        """Likewise, built now: it shares nothing with any that was handed out before. `keep`: copies of it are handed
+        out from now on."""
         with deep_stacks():
             builder = ThreadPoolExecutor(1)
-            building = builder.submit(self._begin, matcher.text)
-        built = building.result()
-        builder.shutdown()
+            building = builder.submit(self._begin, text)
+        with builder:
+            built = building.result()
         with self._lock:
-            if grammar_id in self._matchers:
-                self._matchers[grammar_id] = built
+            if keep and grammar_id in (held := self._held(grammar_id)):
+                held[grammar_id] = built
         return built.copy()
+
+    def _held(self, grammar_id: int) -> dict[int, Matcher]:
+        return self._matchers if grammar_id in self._matchers else self._leaving
 
     def _load(self, document: bytes) -> LLTokenizer:
         from llguidance import LLTokenizer
@@ -192,7 +208,7 @@ class GrammarStore:
 
         assert self._tokenizer is not None
         inner = LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
-        built = Matcher(inner, frozenset(self._spec.eos_token_ids), text)
+        built = Matcher(inner, frozenset(self._spec.eos_token_ids), text, Build())
         # The first mask is the dearest; copies take over what it found out.
         built.fill(np.zeros(num_mask_words(self._spec.vocab_size), np.int32))
         return built

@@ -14,8 +14,10 @@ from llguidance import LLMatcher
 from slipring.shm.grammar import Grammar
 from slipring.shm.spec import ModelSpec
 from slipring.shm.wire import NO_MATCH, NON_FINITE
+from slipring.workers import constraints
 from slipring.workers import grammar as worker_grammar
 from slipring.workers.constraints import forbid
+from slipring.workers.grammar import Matcher
 from slipring.workers.speculation.proposer import Drafts, IntArray, NullProposer
 from tests.byte_tokenizer import EOS
 from tests.workers.constrained_rig import (
@@ -185,6 +187,50 @@ def test_what_one_row_finds_out_of_a_grammar_is_not_too_much_for_another(
         run_to_the_end(ours, rows, 100 if begins != "C" else 70)
         lengths = [len(text(row)) for row in rows]
         assert lengths == [41, 41] if begins != "C" else 40 < lengths[0] < 75
+
+
+BRANCHES = LLMatcher.grammar_from_regex("A[a-z]{40}|C[a-x]{50}")
+
+
+def branching(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> tuple[Rig, list[Matcher]]:
+    """Each of the two branches is within the limits on a grammar's states, both together are not. And what is built
+    from then on."""
+    monkeypatch.setattr(worker_grammar, "LIMITS", {**worker_grammar.LIMITS, "max_lexer_states": 75})
+    ours, built = with_grammars(Rig(spec, max_model_len=512, num_blocks=256), Grammar(BRANCHES, "regex")), []
+    begin = ours.grammars._begin
+
+    def noted(text: str) -> Matcher:
+        built.append(begin(text))
+        return built[-1]
+
+    monkeypatch.setattr(ours.grammars, "_begin", noted)
+    return ours, built
+
+
+def test_rows_that_begin_anew_in_one_step_share_what_one_of_them_builds(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, built = branching(spec, monkeypatch)
+    rows = [ours.admit(PROMPT, constrained(logit_bias=((ord(letter), 100.0),))) for letter in "AAACAA"]
+    run_to_the_end(ours, rows, 100)
+    assert [len(text(row)) for row in rows] == [41, 41, 41, 51, 41, 41]
+    assert len(built) == 3, "one for all, one for the row that was too much beside them, one for those it failed with"
+
+
+def test_rows_do_not_begin_anew_for_so_long_that_the_worker_would_pass_for_hung(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constraints, "_MOST_BUILDING_S", 0.0)
+    ours, built = branching(spec, monkeypatch)
+    rows = [ours.admit(PROMPT, constrained(logit_bias=((ord(letter), 100.0),))) for letter in "AC"]
+    ours.run([], [(row, len(PROMPT)) for row in rows])
+    codes = []
+    while NO_MATCH not in codes:
+        ours.run(rows)
+        codes = ours.output.num_accepted[:2].tolist()
+    assert codes == [1, NO_MATCH] and len(built) == 1
+    run_to_the_end(ours, rows[:1])
+    assert len(text(rows[0])) == 41
 
 
 def test_a_row_that_may_draw_nothing_says_so(spec: ModelSpec) -> None:

@@ -98,6 +98,19 @@ def test_the_store_answers_for_itself(store: GrammarStore, monkeypatch: pytest.M
             store.matcher(grammar_id)
 
 
+def test_what_begins_anew_is_built_once_for_all_that_share_a_build(store: GrammarStore) -> None:
+    assert store.handle(BuildGrammar(6, json_grammar({"const": "six"}))) == GrammarBuilt(6)
+    one, two = store.matcher(6), store.matcher(6)
+    one.build.is_spent = True
+    assert two.build.is_spent and store.unspent(6) is None
+    again, found = store.anew(6, one.text, keep=True), store.unspent(6)
+    assert found is not None and found.build is again.build is store.matcher(6).build is not two.build
+    private = store.anew(6, two.text, keep=False)
+    assert private.build is not again.build is store.matcher(6).build
+    store.handle(DropGrammar(6))
+    assert store.anew(6, one.text, keep=True).build is store.matcher(6).build is not again.build
+
+
 def test_without_a_tokenizer_nothing_is_built(tmp_path: Path) -> None:
     answer = GrammarStore(byte_spec(tmp_path)).handle(BuildGrammar(1, json_grammar({})))
     assert isinstance(answer, GrammarBuilt) and "tokenizer" in (answer.error or "")
