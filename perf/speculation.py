@@ -95,10 +95,10 @@ def methods() -> dict[str, dict[str, object]]:
     }
     head = Path(os.environ.get("SPECULATION_HEAD", HEAD))
     method = json.loads((head / "config.json").read_text()).get("method", "eagle")
-    found[method] = {"method": method, "model": str(head), "num_speculative_tokens": 3}
+    found[method] = {"method": method, "model": str(head)}
     found[f"{method} wide"] = found[method] | wide
     if method == "eagle":
-        found["eagle tree"] = found[method] | {"num_speculative_tokens": 4, "num_draft_tree_tokens": 12}
+        found["eagle tree"] = found[method] | {"num_speculative_tokens": 6, "num_draft_tree_tokens": 16}
     return found
 
 
