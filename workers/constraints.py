@@ -156,6 +156,14 @@ class Constraints:
             drafts.tokens[i, : len(tokens)] = tokens
         return drafts
 
+    def tokens(self, row: int) -> NDArray[np.int32]:
+        """All of a row's that a grammar binds, the last ones drawn included. Waits until they are accepted; raises what
+        that raised."""
+        if self._advanced is not None:
+            self._advanced.result()
+        prompt = self._table.token_ids[row, : self._table.num_prompt[row]]
+        return np.concatenate([prompt, np.array(self._bound[row].outputs, np.int32)])
+
     def _move_on(self, job: Callable[..., list[int]], *arguments: object) -> None:
         self._advanced = self._submit(job, *arguments)
         self._submit(self._fill_behind, self._advanced)

@@ -27,7 +27,7 @@ class GrammarProposer(ProposerAround):
         self._constraints, self._knowing = constraints, told
         constraints.look_for_forced()
         self._told = np.zeros(num_rows, np.int64)
-        """Forced tokens of the step under way that the others know already."""
+        """Forced tokens that the others know already, and that have not been drawn so far."""
 
     def admit(self, row: int, token_ids: NDArray[np.int32]) -> None:
         self._told[row] = 0
@@ -36,6 +36,7 @@ class GrammarProposer(ProposerAround):
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
         if not self._constraints.any(rows):
             return self._ask_inner(rows, most)
+        self._take_back(rows[self._told[rows] > 0])
         forced = self._constraints.forced(rows, most)
         if not forced.num.any():
             return self._ask_inner(rows, most)
@@ -50,12 +51,18 @@ class GrammarProposer(ProposerAround):
     def accept(self, rows: IntArray, tokens: IntArray, counts: IntArray) -> None:
         told = self._told[rows]
         if told.any():
-            self._told[rows] = 0
             going = counts > told
+            self._told[rows[going]] = 0
             place = np.minimum(np.arange(tokens.shape[1]) + told[:, None], tokens.shape[1] - 1)
             tokens = np.take_along_axis(tokens, place, 1)
             rows, tokens, counts = rows[going], tokens[going], (counts - told)[going]
         self._inner.accept(rows, tokens, counts)
+
+    def _take_back(self, rows: IntArray) -> None:
+        """A draw behind a forced token failed, and the rows go on all the same: the others begin anew with them. Even
+        where all that was told came, what they drafted behind it has not been judged."""
+        for row in rows.tolist():
+            self.admit(row, self._constraints.tokens(row))
 
 
 def _then(first: Drafts, second: Drafts) -> Drafts:

@@ -11,10 +11,12 @@ import pytest
 from slipring.shm.params import SamplingParams
 from slipring.shm.spec import ModelSpec
 from slipring.workers.speculation.adaptive import AdaptiveProposer
+from slipring.workers.speculation.draft_model import DraftModelProposer
 from slipring.workers.speculation.grammar import GrammarProposer, _then
 from slipring.workers.speculation.ngram import NgramProposer
 from slipring.workers.speculation.proposer import Drafts, NullProposer
 from slipring.workers.speculation.step_costs import StepCosts
+from slipring.workers.speculation.suffix import Limits, SuffixProposer
 from tests.workers.constrained_rig import (
     EOS,
     PROMPT,
@@ -27,6 +29,7 @@ from tests.workers.constrained_rig import (
     with_grammars,
 )
 from tests.workers.runner_rig import Rig, Sequence
+from tests.workers.speculation.test_draft_model import with_draft_model
 
 LIST = {"type": "array", "items": SCHEMA, "minItems": 3, "maxItems": 3}
 MOST = 6
@@ -88,6 +91,52 @@ def test_tokens_are_those_without_and_take_fewer_steps(spec: ModelSpec, kind: st
         for sequence in got:  # nothing was told twice, or not at all
             index = lookup._index[sequence.row]
             assert index is not None and index.tokens == sequence.tokens
+
+
+KINDS = ["ngram", "suffix", "draft model"]
+
+
+def known_to(proposer: Any, row: int) -> list[int]:
+    if isinstance(proposer, DraftModelProposer):
+        return proposer._tokens[row, : proposer._length[row]].tolist()
+    text = proposer._own[row].tokens(0) if isinstance(proposer, SuffixProposer) else proposer._index[row].tokens
+    return list(text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("all_but", [0, 2], ids=["behind the last", "before the last"])
+def test_told_tokens_are_taken_back_where_a_draw_behind_one_fails(
+    spec: ModelSpec, kind: str, all_but: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The matcher of a draft fails, as at its limits; that of the row does not."""
+    want, *_ = write(rig_with(spec, LIST, None)[0], PARAMS[:2])
+    if kind == "draft model":
+        rig, told = with_draft_model(spec, spec, max_draft=MOST, num_blocks=512, max_model_len=512)
+    else:
+        rig = Rig(spec, max_draft=MOST, num_blocks=512, max_model_len=512)
+        told = NgramProposer(16, 2, 4) if kind == "ngram" else SuffixProposer(16, Limits(8, 1.0, 0.1), 8)
+    constraints = with_grammars(rig, json_grammar(LIST)).runner._constraints
+    rig.runner.proposer = proposer = GrammarProposer(constraints, told, [told], 16)
+    follow, failed = constraints._follow, dict[int, int]()
+
+    def fails_once(row: int, matcher: Any, place: int, token: int, shared: bool) -> Any:
+        further, num_told = follow(row, matcher, place, token, shared), int(proposer._told[row])
+        if num_told >= 3 and row not in failed and place == num_told - 1 - all_but:
+            assert further is not None
+            further.accept([EOS + 1])
+            failed[row] = num_told
+        return further
+
+    monkeypatch.setattr(constraints, "_follow", fails_once)
+    got, *_ = write(rig, PARAMS[:2])
+    assert len(failed) == 2
+    for sequence, reference in zip(got, want, strict=True):
+        assert sequence.outputs[: sequence.outputs.index(EOS)] == reference.outputs[: reference.outputs.index(EOS)]
+        assert known_to(told, sequence.row) == sequence.tokens
+    if isinstance(told, SuffixProposer):
+        written = [" ".join(map(str, sequence.tokens)) for sequence in got]
+        texts = [" ".join(map(str, told._outputs.tokens(number))) for number in told._outputs._texts]
+        assert len(texts) == 4 and all(any(text in whole for whole in written) for text in texts)
 
 
 def test_a_free_row_beside_them_has_no_forced_tokens(spec: ModelSpec) -> None:
