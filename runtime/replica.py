@@ -25,7 +25,7 @@ from slipring.runtime.garbage import IdleCollector, NullCollector
 from slipring.runtime.metrics import Metrics
 from slipring.runtime.readmission import share_prefixes
 from slipring.runtime.rendezvous import Rendezvous
-from slipring.runtime.request_book import RequestBook
+from slipring.runtime.request_book import RequestBook, died_elsewhere
 from slipring.runtime.restarts import RestartPolicy
 from slipring.runtime.step_loop import StepLoop
 from slipring.runtime.supervisor import SERVING, Action, Event, Sentinel, State
@@ -427,7 +427,10 @@ class Replica:
             self._restarts.learned(guilty is not None)
         if guilty is not None:
             assert self.fault is not None
-            reason = f"this request ends every worker that computes it, so it is given up: {self.fault.reason}"
+            why = "this request ends every worker that computes it"
+            if died_elsewhere(guilty):
+                why = "workers of two replicas died while computing this request"
+            reason = f"{why}, so it is given up: {self.fault.reason}"
             self._watcher.on_guilty(self, guilty, reason)
 
     def _offer(self, in_flight: list[Request]) -> None:

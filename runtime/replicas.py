@@ -221,7 +221,7 @@ class Replicas:
 
     def on_homeless(self, replica: Replica, requests: list[Request], spent: list[Request], reason: str) -> None:
         if spent:
-            words = "workers of two replicas have ended while they computed this request, so it is given up"
+            words = "workers of two replicas died while computing this request, so it is given up"
             logger.error("replica %d: %d requests of which this is true: %s", replica.rank, len(spent), words)
             self._fail(spent, f"{words}: {reason}")
         elsewhere = self._others(replica)

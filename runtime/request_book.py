@@ -30,7 +30,7 @@ class RequestBook:
     def add(self, request: Request) -> bool:
         """Whether it goes in line now: another replica may have died under it."""
         self._requests[id(request)] = request
-        return _moved_at(request) < num_given(request) or self._suspects.met(request)
+        return not died_elsewhere(request) or self._suspects.met(request)
 
     def remove(self, request: Request) -> bool:
         """False: it is not here, or not any more."""
@@ -64,7 +64,7 @@ class RequestBook:
         under = {**self._suspects.under_last_death, **{request: num_given(request) for request in in_flight}}
         requests, self._requests = self._in_order(self._requests.values()), {}
         self._suspects = Suspects()
-        spent = [each for each in requests if each in under and num_given(each) <= _moved_at(each)]
+        spent = [each for each in requests if each in under and died_elsewhere(each)]
         going = [request for request in requests if request not in spent]
         for request in going:
             if request in under and request.owner is not None:
@@ -107,5 +107,6 @@ class RequestBook:
         request.restart(known_tokens(request), num_scored(request), self._block_size)
 
 
-def _moved_at(request: Request) -> int:
-    return -1 if request.owner is None else request.owner.moved_at
+def died_elsewhere(request: Request) -> bool:
+    """A worker of another replica died under it, and it has got no token since."""
+    return request.owner is not None and num_given(request) <= request.owner.moved_at

@@ -8,8 +8,11 @@ are held back, and tried in halves beside everybody else:
     the worker dies under the tried ones    the guilty one is among them: halve them (only one left: found)
     each of the tried ones gets a token     they are innocent, the guilty one is held back: try half of the next group
 
-n suspects take at most log2(n) + 1 further deaths. Nobody is tried and held back at once. Whoever comes from a replica
-that died under it is tried alone.
+n suspects take at most log2(n) + 1 further deaths. Nobody is tried and held back at once.
+
+Whoever comes from a dead replica whose last worker died under it, and has got no token since, is tried alone. It is not
+guilty by the first death here, which may have come from outside, or from somebody beside it: only by one that strikes
+it. One that strikes others begins a search among these, and it is one of them if it was struck too.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ class Suspects:
         """And how many tokens each had when its trial began."""
         self._held: list[list[Request]] = []
         """Groups that wait for their trial; the next one stands last."""
+        self._adopted: set[Request] = set()
+        """Those tried or held back because of what happened elsewhere."""
 
     @property
     def is_searching(self) -> bool:
@@ -46,6 +51,7 @@ class Suspects:
     def met(self, request: Request) -> bool:
         """A worker of another replica has died under it, which was handed over: it is tried alone, since there may be
         no second death here to learn from. Whether that begins now; until then it is held back."""
+        self._adopted.add(request)
         self._held.insert(0, [request])
         return bool(self._next_trial())
 
@@ -57,6 +63,9 @@ class Suspects:
         if not self.is_searching:
             self._try_half(struck)
             return bool(struck), None
+        lone = next(iter(self._tried), None)
+        if lone is not None and lone in self._adopted and struck != [lone]:
+            return self._died_beside(lone, struck), None
         suspects = [request for request in under if request in self._tried]
         if not suspects:
             return False, None
@@ -72,6 +81,7 @@ class Suspects:
         for request, count in list(self._tried.items()):
             if num_given(request) > count:
                 del self._tried[request]
+                self._adopted.discard(request)
         return self._next_trial()
 
     def forget(self, request: Request) -> list[Request]:
@@ -80,9 +90,21 @@ class Suspects:
         if not self.is_searching:
             return []
         self._tried.pop(request, None)
+        self._adopted.discard(request)
         groups = ([each for each in group if each is not request] for group in self._held)
         self._held = [group for group in groups if group]
         return self._next_trial()
+
+    def _died_beside(self, adopted: Request, struck: list[Request]) -> bool:
+        """A worker died while one was on trial that no death here speaks against more than against these."""
+        if not struck:
+            return False
+        if adopted in struck:
+            self._adopted.discard(adopted)
+        else:
+            self._held.insert(0, [adopted])
+        self._try_half(struck)
+        return True
 
     def _next_trial(self) -> list[Request]:
         if self._tried or not self._held:

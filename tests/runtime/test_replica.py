@@ -68,6 +68,33 @@ def test_a_replica_that_is_given_up_before_its_next_worker_begins_has_none(monke
     run(scenario())
 
 
+def test_whoever_ends_the_workers_of_two_replicas_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first replica dies at its first fault; the second one's workers begin again, and two of them die."""
+    gone: list[Epoch] = []
+    reaped = Epoch.reaped
+
+    async def reaped_unless_first(epoch: Epoch, timeout_s: float) -> bool:
+        gone.append(epoch)
+        return epoch is not gone[0] and await reaped(epoch, timeout_s)
+
+    async def scenario() -> None:
+        async with running({"poison": 666, "step_s": 0.002}, data_parallel_size=2) as engine:
+            streams = [submit(engine, ask([i + 1, 2, 3], 60, seed=i)) for i in range(4)]
+            await given(streams, 3)
+            monkeypatch.setattr(Epoch, "reaped", reaped_unless_first)
+            poison = submit(engine, ask([5, 666], 20))
+            await poison.wait()
+            assert "workers of two replicas died while computing this request" in str(poison.deltas[-1].error)
+            for i, stream in enumerate(streams):
+                await stream.wait()
+                assert stream.tokens() == expected_tokens([i + 1, 2, 3], i, engine.spec.vocab_size, 60)
+            assert sorted(replica.state is State.DEAD for replica in engine.replicas) == [False, True]
+            assert sum(replica.metrics.faults.num_guilty for replica in engine.replicas) == 1
+            await settled(engine)
+
+    run(scenario())
+
+
 def test_what_breaks_workers_does_not_go_from_replica_to_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its workers are never reaped, so nobody looks for a guilty request: each replica dies at its first fault."""
 

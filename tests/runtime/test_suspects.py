@@ -89,8 +89,44 @@ def test_whoever_comes_from_a_dead_replica_is_tried_alone() -> None:
     assert [suspects.met(request) for request in (a, b, c)] == [True, False, False]
     a.owner.token_ids.append(1)
     assert suspects.progressed() == [b] and suspects.holds_back(c)
+    assert suspects.died([a, b, beside]) == (False, None), "one death here may have come from outside"
+    assert suspects.suspects(b) and not suspects.holds_back(b) and suspects.holds_back(c)
+    for request in (a, beside):
+        request.owner.token_ids.append(1)
     assert suspects.died([a, b, beside]) == (True, b)
     assert not suspects.holds_back(c)
+
+
+def test_whoever_comes_from_a_dead_replica_goes_free_if_one_death_here_came_from_outside() -> None:
+    suspects, (a, beside) = Suspects(), requests(2)
+    assert suspects.met(a) and suspects.died([a, beside]) == (False, None)
+    a.owner.token_ids.append(1)
+    assert suspects.progressed() == [] and not suspects.is_searching
+    assert suspects.died([a, beside]) == (True, None), "beside got nothing, and is a suspect as anybody else is"
+    assert suspects.died([a, beside]) == (True, beside)
+
+
+@pytest.mark.parametrize("is_in_flight", [True, False])
+def test_the_guilty_one_beside_whoever_comes_from_a_dead_replica_is_found(is_in_flight: bool) -> None:
+    suspects, (a, guilty, beside) = Suspects(), requests(3)
+    assert suspects.met(a)
+    under = [a, guilty, beside] if is_in_flight else [guilty, beside]
+    assert suspects.died(under) == (False, None)
+    beside.owner.token_ids.append(1)
+    assert suspects.died(under) == (True, None)
+    found, deaths = None, 0
+    while found is None:
+        if suspects.holds_back(guilty):
+            for request in (a, beside):
+                if not suspects.holds_back(request):
+                    request.owner.token_ids.append(1)
+            assert suspects.progressed()
+        else:
+            found, deaths = suspects.died([each for each in under if not suspects.holds_back(each)])[1], deaths + 1
+    assert found is guilty and deaths == 1
+    a.owner.token_ids.append(1)
+    suspects.progressed()
+    assert not suspects.is_searching
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 64])
