@@ -121,7 +121,7 @@ def test_told_tokens_are_taken_back_where_a_draw_behind_one_fails(
 
     def fails_once(row: int, matcher: Any, place: int, token: int, shared: bool) -> Any:
         further, num_told = follow(row, matcher, place, token, shared), int(proposer._told[row])
-        if num_told >= 3 and row not in failed and place == num_told - 1 - all_but:
+        if 3 <= num_told < MOST and row not in failed and place == num_told - 1 - all_but:
             assert further is not None
             further.accept([EOS + 1])
             failed[row] = num_told
