@@ -139,6 +139,18 @@ def test_what_a_schema_cannot_say_is_told_without_options_that_nobody_can_set() 
     assert "option" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("most", "number"),
+    [(50, 50), pytest.param(60_000, 60_000, marks=pytest.mark.slow)],  # these take 6 seconds
+)
+def test_as_many_choices_as_may_be_are_served(most: int, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipring.runtime.grammar._MOST_CHOICES", most)
+    choices = [f"{i:x}" for i in range(number + 1)]
+    assert compile_("choice", json.dumps([*choices[:number], choices[0]]))
+    with pytest.raises(InvalidRequestError, match=f"it has {number + 1} different choices: at most {most}$"):
+        compile_("choice", json.dumps(choices))
+
+
 CHAINS = """
 import asyncio, json, sys
 from slipring.runtime.grammar import GrammarCompiler, GrammarSpec
