@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -31,6 +33,9 @@ _HEAD_FILES = {
 }
 _KEYS_OF = {"prompt_lookup": "ngram", "suffix_decoding": "suffix"}
 """Beginnings of keys that mean something to one method alone."""
+_MISTAKE = re.compile(r"^Expected `(?P<wanted>[^`]+)`(?P<size> of length \d+)?.* - at `\$\.(?P<path>[^`]+)`$")
+_STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
+_TYPES = {"int": "an integer", "str": "a text", "float": "a number", "bool": "true or false", "array": "a list"}
 _NGRAM_SIZES = (2, 5)
 """Sizes that are looked up when neither is given. vLLM's are 5 and 5: it has no controller to drop bad drafts."""
 
@@ -81,8 +86,22 @@ def parse_speculation(text: str) -> SpeculativeConfig:
     try:
         config = msgspec.convert(given, SpeculativeConfig)
     except msgspec.ValidationError as error:
-        raise SpeculationError(str(error).replace("$.", "")) from None
+        raise SpeculationError(_explain(str(error), given)) from None
     return _checked(config, given)
+
+
+def _explain(text: str, given: dict[str, Any]) -> str:
+    """msgspec's "Expected `int | null`, got `str` - at `$.num_speculative_tokens`" in our words."""
+    found = _MISTAKE.search(text)
+    if found is None:
+        return text.replace("$.", "")
+    wanted = " or ".join(_TYPES.get(each, each) for each in found["wanted"].split(" | ") if each != "null")
+    if found["size"]:
+        wanted += found["size"].replace("length ", "")
+    value: Any = given
+    for key, index in _STEP.findall(found["path"]):
+        value = value[int(index)] if index else value[key]
+    return f"{found['path']} must be {wanted}, got {msgspec.json.encode(value).decode()[:80]}"
 
 
 def draft_widths(config: SpeculativeConfig, max_num_seqs: int) -> tuple[int, ...]:
