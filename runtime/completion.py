@@ -18,16 +18,16 @@ from slipring.runtime.prompt_logprobs import PromptLogprobs
 from slipring.runtime.request import Delta, GenerationRequest, Sink, TokenLogprob
 from slipring.scheduler.request import FinishReason, Request
 from slipring.shm.grammar import LIMITS
-from slipring.shm.wire import NO_MATCH, NON_FINITE, score_words
+from slipring.shm.wire import NO_MATCH, NO_TOKEN, NON_FINITE, score_words
 
 if TYPE_CHECKING:
     from slipring.runtime.replica import Replica
 
 logger = logging.getLogger(__name__)
 
-NOTHING_DRAWN = (
-    "the model's output was not finite for this request, or its restrictions (allowed_token_ids, bad_words, "
-    "logit_bias, min_tokens) left no token to draw"
+NO_NUMBERS = "the model's output was not finite for this request"
+ALL_BARRED = (
+    "what this request allows (its grammar, allowed_token_ids, bad_words, min_tokens) left no token to draw: allow more"
 )
 TOO_COMPLEX = (
     "the grammar that this request asks for became too complex to be followed: one token met a limit on the parser's "
@@ -35,7 +35,7 @@ TOO_COMPLEX = (
     f"({LIMITS['step_lexer_fuel']}) or its states ({LIMITS['max_lexer_states']}); fewer alternatives that begin alike, "
     "and shorter repetitions, need less"
 )
-FAILURES = {NON_FINITE: NOTHING_DRAWN, NO_MATCH: TOO_COMPLEX}
+FAILURES = {NON_FINITE: NO_NUMBERS, NO_MATCH: TOO_COMPLEX, NO_TOKEN: ALL_BARRED}
 
 
 class Completion:
@@ -150,7 +150,7 @@ class Completion:
         if self._scores is not None:
             self._scores.append(words.copy())
         if ended is FinishReason.ERROR:
-            self.finish(ended, now, error=NOTHING_DRAWN)
+            self.finish(ended, now, error=NO_NUMBERS)
         elif ended is not None:
             wanted = self.request.params.embedding_size
             self.finish(ended, now, embedding=words.view(np.float32).copy() if wanted else None)
@@ -194,16 +194,20 @@ class Completion:
         )
 
     def fail(self, code: int, now: float) -> None:
-        """A draw came to nothing: NON_FINITE or NO_MATCH."""
-        param = self.generation.grammar_param if code == NO_MATCH else self._restriction()
+        """A draw came to nothing: NON_FINITE, which is the model's fault, NO_MATCH or NO_TOKEN."""
+        param = None
+        if code == NO_MATCH:
+            param = self.generation.grammar_param
+        elif code == NO_TOKEN:
+            param = self._restriction()
         self.finish(FinishReason.ERROR, now, error=FAILURES[code], error_param=param)
 
     def _restriction(self) -> str | None:
-        """The field that may have left no token to draw. What is banned leaves some, where no grammar bans the rest."""
+        """The field that left no token to draw, or the one of several that is the easiest to change."""
         params = self.generation.params
         if params.allowed_token_ids:
             return "allowed_token_ids"
-        return "bad_words" if params.bad_words and self.generation.grammar is not None else None
+        return "bad_words" if params.bad_words else self.generation.grammar_param
 
     def _count_end(self, reason: FinishReason, timing: Timing, now: float) -> None:
         metrics, request = self.metrics, self.request

@@ -37,7 +37,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 MAGIC = 0x534C4950_52494E47  # "SLIPRING"
-VERSION = 2
+VERSION = 3
 LINE = 64
 """Bytes of a cache line; every party's words and every slot start on one."""
 WORD = 8

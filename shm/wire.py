@@ -20,8 +20,8 @@ StepOutput (sampling rank → engine), entries in the order of the StepInput's r
     rows         [R]
     generation   [R]
     num_accepted [R]       tokens drawn for the entry, accepted drafts included: 0 for a chunk that does not reach the
-                           prompt's end and for a row that has reached its limit, NON_FINITE or NO_MATCH when
-                           nothing could be drawn
+                           prompt's end and for a row that has reached its limit, NON_FINITE, NO_MATCH or
+                           NO_TOKEN when nothing could be drawn
     num_draft    [R]       drafts that were verified for the entry; written only when max_draft > 0
     tokens       [R, 1 + max_draft]
     logprob      [P]       float32, of the drawn token
@@ -33,7 +33,7 @@ StepOutput (sampling rank → engine), entries in the order of the StepInput's r
                            of a SCORE entry, for each position computed that another prompt token follows, that
                            token's log-probability (float32), its rank, k ids and k log-probabilities (float32);
                            of an EMBED entry, the last position's normed hidden state (float32). An entry that draws
-                           nothing and whose report is not finite says so by num_accepted -1.
+                           nothing and whose report is not finite says so by num_accepted NON_FINITE.
 
 R is max_num_seqs, A is the most block appends that one step can need, and P is R * (1 + max_draft) places: place
 entry * (1 + max_draft) + i belongs to tokens[entry, i]. VERSION in layout.py changes with this file.
@@ -58,9 +58,11 @@ REPORT_WORDS = 16384
 """What all entries of one step may report; the scheduler cuts chunks by it."""
 
 NON_FINITE = -1
-"""`num_accepted` of an entry whose scores held NaN or no finite maximum: the request cannot go on."""
+"""`num_accepted` of an entry whose logits held NaN or no finite maximum: the request cannot go on."""
 NO_MATCH = -2
 """`num_accepted` of an entry whose grammar could not be followed any further: likewise."""
+NO_TOKEN = -3
+"""`num_accepted` of an entry whose logits were finite, and whose restrictions left none of them: likewise."""
 
 
 class SlotKind(IntEnum):
@@ -250,7 +252,7 @@ class StepOutputView:
         self.report: Int32Array = cursor.take((REPORT_WORDS,))
 
     def failure(self, place: int) -> int:
-        """NON_FINITE or NO_MATCH, of an entry that failed at this place."""
+        """NON_FINITE, NO_MATCH or NO_TOKEN, of an entry that failed at this place."""
         return int(self.num_accepted[place // self.tokens.shape[1]])
 
     def answer(self, step: StepInputView) -> int:

@@ -11,6 +11,7 @@ It draws tokens as `SimulatedDevice` does. The environment variable SCRIPT (JSON
     exit_at_start  exit status, right after a line on stderr
     epoch        it says that it is of this epoch
     warm_up_s    it says that its warm-up took so long
+    failure      `num_accepted` of every entry: nothing could be drawn
     move_s       it answers transfers of blocks, after so many seconds each (and moves nothing)
 """
 
@@ -79,6 +80,8 @@ def serve(link: Link, device: SimulatedDevice, script: dict) -> None:
         time.sleep(script.get("step_s", 0))
         output = link.claim_output()
         device.run(step.view, output)
+        if "failure" in script:
+            output.num_accepted[: output.header[output.NUM_ROWS]] = script["failure"]
         link.publish_step(step, output)
         link.beat(Phase.WAITING)
 

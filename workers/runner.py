@@ -16,7 +16,7 @@ import torch
 
 from slipring.shm.spec import WorkerConfig
 from slipring.shm.table import BatchTable
-from slipring.shm.wire import NO_MATCH, NON_FINITE, StepFlag, StepInputView, StepOutputView, StepShape
+from slipring.shm.wire import NON_FINITE, StepFlag, StepInputView, StepOutputView, StepShape
 from slipring.workers.batch import Batch
 from slipring.workers.batch_builder import BatchBuilder
 from slipring.workers.constraints import Constraints
@@ -182,8 +182,7 @@ class Runner:
 
     def _write(self, output: StepOutputView, entries: Entries, runs: Runs) -> None:
         num_rows, num_decode, width = len(entries.rows), entries.num_decode, runs.tokens.shape[1]
-        failure = np.where(runs.unmatched, NO_MATCH, NON_FINITE)
-        output.num_accepted[:num_rows] = np.where(runs.failed, failure, runs.count)
+        output.num_accepted[:num_rows] = np.where(runs.failure, runs.failure, runs.count)
         output.tokens[:num_rows, :width] = runs.tokens
         output.num_draft[:num_rows] = 0
         output.num_draft[:num_decode] = entries.drafts.num

@@ -5,7 +5,7 @@ edits, and counts for rows with penalties) is loaded when the row is admitted an
 readmitted row goes on as if nothing had happened.
 
 Order: logit bias, masks, penalties, temperature, min_p, top_k, top_p, Gumbel noise. Log-probabilities are those of
-the unmodified logits. A row whose logits are not finite, or whose masks leave no token, draws nothing (`Draws.ok`).
+the unmodified logits. A row whose logits are not finite, or whose masks leave no token, draws nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from slipring.kernels.sampling import GREEDY_BELOW, DrawParams, apply_penalties,
 from slipring.kernels.token_mask import apply_token_mask
 from slipring.shm.params import MAX_LOGPROBS
 from slipring.shm.table import BatchTable
+from slipring.shm.wire import NO_MATCH, NO_TOKEN, NON_FINITE
 from slipring.workers.constraints import Constraints
 from slipring.workers.penalties import PenaltyCounts
 from slipring.workers.row_edits import RowEdits
@@ -109,9 +110,9 @@ class Draws:
     tokens: IntArray
     """[S]"""
     ok: NDArray[np.bool_]
-    """[S]; False where the logits held NaN or infinity and the token means nothing."""
-    unmatched: NDArray[np.bool_]
-    """[S]: of those, whose grammar can be followed no further."""
+    """[S]; False where nothing could be drawn and the token means nothing."""
+    failure: IntArray
+    """[S]: why not: NON_FINITE, NO_MATCH or NO_TOKEN; 0 where `ok`."""
     logprobs: Logprobs | None
 
 
@@ -143,6 +144,7 @@ class Sampler:
         scores = logits.float()
         best, tokens = scores.max(dim=1)
         ok = torch.isfinite(best)
+        failure = np.where(ok.numpy(), 0, NON_FINITE)
         if not ok.all():
             scores[~ok] = 0.0
         asked = np.flatnonzero(self._columns["logprobs"][rows] >= 0)
@@ -153,15 +155,17 @@ class Sampler:
             apply_token_mask(scores, torch.from_numpy(masks.at), torch.from_numpy(masks.allowed))
         if changed or len(masks.at):
             best, tokens = scores.max(dim=1)
-            ok &= torch.isfinite(best)
+            left = torch.isfinite(best)
+            failure[(ok & ~left).numpy()] = NO_TOKEN
+            failure[masks.failed] = NO_MATCH
+            ok &= left
             ok[masks.failed] = False
             if not ok.all():
                 scores[~ok] = 0.0
         self._draw(scores, tokens, places)
-        drawn, unmatched = tokens.numpy(), np.zeros(len(rows), bool)
-        unmatched[masks.failed] = True
+        drawn = tokens.numpy()
         logprobs = None if raw is None else self._logprobs(raw, asked, drawn, rows)
-        return Draws(drawn, ok.numpy(), unmatched, logprobs)
+        return Draws(drawn, failure == 0, failure, logprobs)
 
     def guesses(self, scores: Tensor, token_ids: Tensor, rows: IntArray, position: IntArray, count: int = 1) -> Guesses:
         """What a draft model's scores [R, V'] of the tokens `token_ids` [V'] say the target will draw, `count` each.

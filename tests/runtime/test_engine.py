@@ -29,6 +29,7 @@ from slipring.runtime.request import (
 )
 from slipring.shm.params import SamplingParams
 from slipring.shm.segment import Segment
+from slipring.shm.wire import NO_TOKEN, NON_FINITE
 from tests.simulated_device import expected_embedding, expected_scores, expected_tokens
 from tests.waits import settled
 
@@ -78,9 +79,12 @@ class Collector:
         return self
 
 
+_PARAMS = ("prompt_logprobs", "embedding_size", "bad_words", "allowed_token_ids")
+
+
 def ask(prompt: list[int], max_tokens: int = 8, seed: int = 1, **more: object) -> GenerationRequest:
     stop_ids = more.pop("stop_token_ids", ())
-    reported = {name: more.pop(name) for name in ("prompt_logprobs", "embedding_size", "bad_words") if name in more}
+    reported = {name: more.pop(name) for name in _PARAMS if name in more}
     params = SamplingParams(max_tokens=max_tokens, seed=seed, stop_token_ids=stop_ids, **reported)  # type: ignore[arg-type]
     request_id = str(more.pop("request_id", f"r{time.monotonic_ns()}"))
     return GenerationRequest(request_id=request_id, prompt_token_ids=prompt, params=params, **more)  # type: ignore[arg-type]
@@ -617,6 +621,28 @@ def test_a_start_of_many_replicas_ends_at_a_signal_before_the_last_is_spawned(mo
 
     run(scenario())
     assert 2 <= len(epochs) < 8 and not any(epoch.worker.alive for epoch in epochs)
+
+
+@pytest.mark.parametrize(("failure", "words"), [(NON_FINITE, "not finite"), (NO_TOKEN, "left no token")])
+def test_a_broken_model_is_not_called_the_clients_mistake(failure: int, words: str) -> None:
+    asked = [
+        ({"allowed_token_ids": (7,)}, "allowed_token_ids"),
+        ({"allowed_token_ids": (7,), "prompt_logprobs": 1}, "allowed_token_ids"),
+        ({"bad_words": ((7,),)}, "bad_words"),
+        ({}, None),
+    ]
+
+    async def scenario() -> None:
+        async with running({"failure": failure}) as engine:
+            for more, param in asked:
+                last = (await submit(engine, ask([1, 2, 3], **more)).wait()).deltas[-1]
+                assert last.finish_reason == "error" and words in (last.error or "")
+                assert last.error_param == (param if failure == NO_TOKEN else None)
+            if failure == NON_FINITE:
+                last = (await submit(engine, ask([1, 2], max_tokens=0, embedding_size=576)).wait()).deltas[-1]
+                assert words in (last.error or "") and last.error_param is None
+
+    run(scenario())
 
 
 @pytest.mark.parametrize(

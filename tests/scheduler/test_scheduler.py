@@ -19,7 +19,7 @@ from slipring.scheduler.scheduler import Scheduler
 from slipring.scheduler.step import ProtocolError
 from slipring.shm.params import MAX_STOP_TOKEN_IDS, SamplingParams
 from slipring.shm.table import BatchTable, TableShape
-from slipring.shm.wire import NO_MATCH, NON_FINITE, StepInputView, StepOutputView, StepShape, score_words
+from slipring.shm.wire import NO_MATCH, NO_TOKEN, NON_FINITE, StepInputView, StepOutputView, StepShape, score_words
 from tests.simulated_device import SimulatedDevice, expected_embedding, expected_scores, expected_tokens
 
 VOCAB = 7  # small, so that prefixes collide and stop tokens come up
@@ -362,7 +362,7 @@ def test_priority_goes_first_and_ageing_lets_nobody_starve() -> None:
 
 
 @pytest.mark.parametrize("max_draft", [0, 3])
-@pytest.mark.parametrize("failure", [NON_FINITE, NO_MATCH])
+@pytest.mark.parametrize("failure", [NON_FINITE, NO_MATCH, NO_TOKEN])
 def test_a_row_that_drew_nothing_ends_alone(failure: int, max_draft: int) -> None:
     harness = Harness(depth=1, max_draft=max_draft)
     bad = harness.add([1, 2, 3, 4, 5] * 5)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from slipring.shm.params import SamplingParams
 from slipring.shm.spec import ModelSpec
 from slipring.shm.table import BatchTable, TableShape
+from slipring.shm.wire import NO_TOKEN, NON_FINITE
 from slipring.workers.row_edits import RowEdits
-from slipring.workers.runner import NON_FINITE
 from tests.workers.runner_rig import Rig
 from tests.workers.tiny_models import save_tiny
 
@@ -71,8 +71,17 @@ def test_a_row_that_may_draw_nothing_fails_alone(spec: ModelSpec) -> None:
     masked = SamplingParams(**SEEDED, allowed_token_ids=(7,), bad_words=((7,),))  # type: ignore[arg-type]
     bad, good = rig.admit(PROMPT, masked), rig.admit(PROMPT)
     rig.run([], [(bad, 5), (good, 5)])
-    assert rig.output.num_accepted[:2].tolist() == [NON_FINITE, 1]
+    assert rig.output.num_accepted[:2].tolist() == [NO_TOKEN, 1]
     assert good.outputs == generate(spec, 1, temperature=0.0)
+
+
+def test_restrictions_are_not_blamed_for_logits_that_are_not_finite(spec: ModelSpec) -> None:
+    rig = Rig(spec)
+    rig.model.embedding[50] = float("nan")
+    masked = SamplingParams(**SEEDED, allowed_token_ids=(7,), bad_words=((7,),))  # type: ignore[arg-type]
+    rows = [rig.admit([50, 4, 5], masked), rig.admit(PROMPT, masked)]
+    rig.run([], [(rows[0], 3), (rows[1], 5)])
+    assert rig.output.num_accepted[:2].tolist() == [NON_FINITE, NO_TOKEN]
 
 
 words = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3), max_size=5)

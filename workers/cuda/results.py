@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipring.kernels.logprobs import top_logprobs
 from slipring.shm.params import MAX_LOGPROBS
-from slipring.shm.wire import NO_MATCH, NON_FINITE, REPORT_WORDS, StepInputView, StepOutputView
+from slipring.shm.wire import NO_MATCH, NO_TOKEN, NON_FINITE, REPORT_WORDS, StepInputView, StepOutputView
 from slipring.workers.constraints import Masks
 from slipring.workers.cuda.device import Device, Event
 from slipring.workers.cuda.sampler import Asked, Drawn
@@ -40,6 +40,7 @@ class ResultBuffers(DrawBuffers):
 
     def __init__(self, max_rows: int, device: Device) -> None:
         super().__init__(max_rows, device)
+        self.barred = device.pinned(max_rows, torch.bool)
         self.logprob = device.pinned(max_rows, torch.float32)
         self.rank = device.pinned(max_rows, torch.int64)
         self.top_ids = device.pinned(max_rows * MAX_LOGPROBS, torch.int64)
@@ -93,6 +94,14 @@ def send_draws(drawn: Drawn, buffers: DrawBuffers) -> None:
     buffers.ok[: len(drawn.ok)].copy_(drawn.ok, non_blocking=True)
 
 
+def send_failures(drawn: Drawn, buffers: ResultBuffers) -> None:
+    """Enqueue the copy of what tells restrictions that left no token from logits that were not finite."""
+    if drawn.barred is None:
+        buffers.barred[: len(drawn.ok)] = False  # no step in flight has these buffers
+    else:
+        buffers.barred[: len(drawn.ok)].copy_(drawn.barred, non_blocking=True)
+
+
 def send_logprobs(logits: Tensor, drawn: Drawn, asked: Asked, device: Device, buffers: ResultBuffers) -> None:
     """Enqueue log-probabilities of the raw `logits` [S, V]."""
     index = device.upload(asked.at)
@@ -123,7 +132,8 @@ def write_output(flight: Flight, output: StepOutputView) -> None:
     flight.done.synchronize()
     step, buffers, sampled = flight.step, flight.buffers, flight.sampled
     output.answer(step)
-    output.num_accepted[sampled] = np.where(buffers.ok.numpy()[: len(sampled)], 1, NON_FINITE)
+    ok, barred = (flags.numpy()[: len(sampled)] for flags in (buffers.ok, buffers.barred))
+    output.num_accepted[sampled] = np.where(ok, 1, np.where(barred, NO_TOKEN, NON_FINITE))
     if flight.masks is not None:
         output.num_accepted[sampled[flight.masks.failed]] = NO_MATCH
     output.tokens[sampled, 0] = buffers.tokens.numpy()[: len(sampled)]

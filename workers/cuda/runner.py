@@ -28,6 +28,7 @@ from slipring.workers.cuda.results import (
     Flight,
     ResultBuffers,
     send_draws,
+    send_failures,
     send_logprobs,
     send_reports,
     write_output,
@@ -165,5 +166,6 @@ class CudaRunner:
 
     def _send(self, logits: Tensor, drawn: Drawn, asked: Asked | None, buffers: ResultBuffers) -> None:
         send_draws(drawn, buffers)
+        send_failures(drawn, buffers)
         if asked is not None:
             send_logprobs(logits, drawn, asked, self._device, buffers)

@@ -47,6 +47,8 @@ class Drawn:
     """[S] bool; False where the logits held NaN or infinity, or masks left no token: the token means nothing."""
     masks: Masks | None = None
     """What grammars allowed."""
+    barred: Tensor | None = None
+    """[S] bool: of those that are not ok, whose masks left no token; None: no row had any."""
 
 
 class DeviceSampler:
@@ -107,8 +109,9 @@ class DeviceSampler:
             apply_token_mask(scores, self._device.upload(masks.at), self._device.upload(masks.allowed))
         some_left = scores.amax(1).isfinite()
         scores.masked_fill_(~some_left.unsqueeze(1), 0.0)
+        barred = ok & ~some_left
         ok &= some_left
-        drawn = Drawn(self._draw(scores, rows, position), ok, masks)
+        drawn = Drawn(self._draw(scores, rows, position), ok, masks, barred)
         self.edits.count(host_rows, drawn.tokens, ok)
         return drawn
 

@@ -55,10 +55,8 @@ class Runs:
     path: IntArray
     """[E, W]: which of the entry's tokens each one was drawn behind: 0 for its last one (or a prompt's end), 1 + i for
     its draft i."""
-    failed: NDArray[np.bool_]
-    """[E]: the logits were not finite at the entry's first draw."""
-    unmatched: NDArray[np.bool_]
-    """[E]: of those that failed: because a grammar could be followed no further."""
+    failure: IntArray
+    """[E]: why nothing could be drawn at the entry's first draw, as in `Draws`; 0 where something was."""
     logprobs: list[RunLogprobs]
 
     @property
@@ -81,8 +79,7 @@ def verify(entries: Entries, logits: Tensor, num_outputs: IntArray, sampler: Dra
         np.full((num_entries, width), -1, np.int64),
         np.zeros(num_entries, np.int64),
         np.zeros((num_entries, width), np.int64),
-        np.zeros(num_entries, bool),
-        np.zeros(num_entries, bool),
+        np.zeros(num_entries, np.int64),
         [],
     )
     first = np.cumsum(entries.num_draws) - entries.num_draws
@@ -131,8 +128,7 @@ def _drawn_behind(drafts: Drafts, at: IntArray, token: IntArray) -> DrawnDrafts 
 def _note_failures(runs: Runs, at: IntArray, step: int, draws: Draws) -> None:
     """A draft that made the logits overflow was wrong, whatever comes after it: only a first draw fails its entry."""
     if step == 0:
-        runs.failed[at[~draws.ok]] = True
-        runs.unmatched[at] = draws.unmatched
+        runs.failure[at] = draws.failure
     # The matcher met its limits behind drafts that were right: the row's next step will say so.
 
 

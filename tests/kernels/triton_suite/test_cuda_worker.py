@@ -9,7 +9,7 @@ import pytest
 
 from slipring.shm.params import SamplingParams
 from slipring.shm.spec import ModelSpec
-from slipring.shm.wire import NON_FINITE
+from slipring.shm.wire import NO_TOKEN, NON_FINITE
 from tests.kernels.on_gpu import GpuRig
 from tests.workers.runner_rig import GREEDY, Rig, Sequence, random_prompts
 from tests.workers.tiny_models import save_tiny
@@ -132,9 +132,13 @@ def test_reports_equal_those_of_the_cpu_worker(spec: ModelSpec) -> None:
 def test_a_failed_row_harms_nobody(spec: ModelSpec) -> None:
     rig, expected = GpuRig(spec, **SMALL), Rig(spec, **SMALL)
     rig.model.embedding[50] = float("nan")
+    nothing = SamplingParams(max_tokens=9, temperature=0.0, allowed_token_ids=(7,), bad_words=((7,),))
     bad, good = rig.admit([50, 4, 5]), rig.admit(prompts()[3])
     rig.run([], [(bad, 3), (good, 13)])
     assert rig.output.num_accepted[:2].tolist() == [NON_FINITE, 1]
+    rows = [rig.admit([50, 4, 5], nothing), rig.admit([4, 5, 6], nothing), rig.admit([5, 4, 6])]
+    rig.run([], [(row, 3) for row in rows])
+    assert rig.output.num_accepted[:3].tolist() == [NON_FINITE, NO_TOKEN, 1]
     rig.kv._all.fill_(float("nan"))  # what a failed row may leave behind, in every block
     fresh, theirs = rig.admit(prompts()[2]), expected.admit(prompts()[2])
     rig.generate([fresh], 4, chunk=9)

@@ -121,7 +121,7 @@ def test_a_walk_goes_where_the_slow_one_goes(sampling_rig: Rig, data: st.DataObj
     nodes = torch.from_numpy(np.concatenate((np.zeros((num_rows, 1), np.int64), tokens), 1))
     hung = torch.from_numpy(np.concatenate((np.full((num_rows, 1), -1), parents + 1), 1)).int()
     accepted, want, path = verify_tree_ref(nodes, hung, torch.from_numpy(targets), torch.from_numpy(1 + num), width)
-    assert (runs.count == accepted.numpy() + 1).all() and not runs.failed.any()
+    assert (runs.count == accepted.numpy() + 1).all() and not runs.failure.any()
     for row in range(num_rows):
         count = int(runs.count[row])
         assert runs.tokens[row, :count].tolist() == want[row, :count].tolist()
