@@ -6,7 +6,7 @@ for its own drafts is overwritten when a position is entered, with the target's 
 
 Positions are entered when a row is asked for drafts (`catch_up`): until then their states wait (`backlog.py`), so a
 head that is not asked costs next to nothing. Prompts, which would not find room there, are entered at once while the
-head is in use, and otherwise as far as they find room.
+head is in use for batches of this size, and otherwise as far as they find room.
 
 A block that came from a tier, or from a time when the head was not in use, is a hole: what was never entered cannot be
 made up for, since the target's hidden states of it are gone. The head does without: it attends to those blocks of a
@@ -48,6 +48,9 @@ _SHORT = 8
 _IN_USE, _RATE = 0.1, 0.05
 """Share of the latest decode steps that drafts were asked for from which on prompts are entered at once, and weight of
 each step in it. Steps in which others drafted alone say nothing."""
+_FEW_ROWS, _MORE_ROWS = 8, 2.0
+"""In a step of more rows than these, and than so many times those that drafts were lately asked for, prompts wait:
+drafts seldom pay in a batch that is larger than those before, and its prompts are many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,10 @@ class EagleProposer(NullProposer):
         """Position that each row's guess is of: right behind what was entered; -1: nothing was."""
         width = model.embedding.shape[1] * (len(head.taps) or 1)
         self._backlog = Backlog(num_rows, backlog_size(kv.block_size), width, dtype)
-        self._use, self._asked = 1.0, False
+        self._use, self._asked = 1.0, 0
+        """In use; and rows that the step under way asked drafts for."""
+        self._rows = 0.0
+        """Rows that drafts are asked for together, of late."""
         self._entered: NDArray[np.bool_] = np.zeros(kv.num_blocks, bool)
         """Blocks whose positions have all been entered."""
         self._past = PresentBlocks(target.table, target.rows, target.builder)
@@ -106,14 +112,15 @@ class EagleProposer(NullProposer):
         later = known.count > 0
         drafted = np.flatnonzero(entries.drafts.num)
         if self._asked or (entries.num_decode and not len(drafted)):
-            self._use += (self._asked - self._use) * _RATE
-            self._asked = False
+            self._use += ((self._asked > 0) - self._use) * _RATE
+            self._rows += (self._asked - self._rows) * _RATE * (self._asked > 0)
+            self._asked = 0
         if self._use > _IN_USE:
             # Somebody else drafts for a row (a grammar, or what it has written before), and may not for long.
             rows, count = known.rows[drafted], known.count[drafted]
             self._enter(self._backlog.take(rows[self._backlog.num(rows) + count > self._backlog.capacity]))
             prompts = np.flatnonzero(later & (np.arange(len(later)) >= entries.num_decode))
-            if len(prompts):
+            if len(prompts) and len(later) <= max(_FEW_ROWS, self._rows * _MORE_ROWS):
                 later[prompts] = False
                 self._enter(self._backlog.take(known.rows[prompts]))
                 self._enter(known.of(prompts))
@@ -125,7 +132,7 @@ class EagleProposer(NullProposer):
 
     @torch.inference_mode()
     def propose(self, rows: IntArray, most: IntArray) -> Drafts:
-        self._asked |= bool(most.any())
+        self._asked += int((most > 0).sum())
         most = np.where(self._next[rows] == self._target.rows.position[rows], most, 0)
         at = np.flatnonzero(most)
         if not len(at):

@@ -15,7 +15,7 @@ from slipring.kernels import int8_linear
 from slipring.kernels.rope import rope
 from slipring.shm.params import SamplingParams
 from slipring.shm.spec import ModelSpec
-from slipring.workers.speculation import backlog
+from slipring.workers.speculation import backlog, eagle
 from slipring.workers.speculation.adaptive import AdaptiveProposer
 from slipring.workers.speculation.eagle import EagleProposer, Target
 from slipring.workers.speculation.eagle_head import EagleHead
@@ -260,6 +260,29 @@ def test_a_head_that_slept_makes_up_for_what_it_kept(
     rig.generate([read], 1)
     assert proposer._entered[read.blocks[:5]].all()
     check(read, range(0))
+
+
+def test_prompts_of_a_batch_that_is_larger_than_those_before_wait(
+    spec: ModelSpec, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts seldom pay there. What finds room is not lost: the head guesses as ever where it is asked."""
+    monkeypatch.setattr(backlog, "_SIZE", 16)
+    monkeypatch.setattr(eagle, "_FEW_ROWS", 2)
+    rig, proposer = with_head(spec, head)
+    first = [rig.admit(prompt) for prompt in random_prompts(24, 24)]
+    rig.run([], [(row, 24) for row in first])
+    assert all(proposer._entered[row.blocks[:3]].all() for row in first)
+    many = [rig.admit(prompt) for prompt in random_prompts(*[24] * 4)]
+    rig.run(first, [(row, 24) for row in many])
+    assert not any(proposer._entered[row.blocks].any() for row in many)
+    for sequence in many:
+        proposer.catch_up(np.array([sequence.row]))
+        expected = dense_guess(rig, head, sequence.tokens, range(8))
+        assert (proposer._feature[sequence.row] - expected).abs().max() < 1e-3
+    proposer._rows = 2.0
+    again = [rig.admit(prompt) for prompt in random_prompts(*[16] * 4)]
+    rig.run([], [(row, 16) for row in again])
+    assert all(proposer._entered[row.blocks[:2]].all() for row in again)
 
 
 class Replay(Sleeper):
