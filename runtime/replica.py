@@ -25,7 +25,7 @@ from slipring.runtime.garbage import IdleCollector, NullCollector
 from slipring.runtime.metrics import Metrics
 from slipring.runtime.readmission import share_prefixes
 from slipring.runtime.rendezvous import Rendezvous
-from slipring.runtime.request_book import RequestBook, died_elsewhere
+from slipring.runtime.request_book import DIED_TWICE, RequestBook, died_elsewhere
 from slipring.runtime.restarts import RestartPolicy
 from slipring.runtime.step_loop import StepLoop
 from slipring.runtime.supervisor import SERVING, Action, Event, Sentinel, State
@@ -429,7 +429,7 @@ class Replica:
             assert self.fault is not None
             why = "this request ends every worker that computes it"
             if died_elsewhere(guilty):
-                why = "workers of two replicas died while computing this request"
+                why = DIED_TWICE
             reason = f"{why}, so it is given up: {self.fault.reason}"
             self._watcher.on_guilty(self, guilty, reason)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from slipring.runtime.config import ResolvedConfig
 from slipring.runtime.rendezvous import Rendezvous
 from slipring.runtime.replica import Replica
+from slipring.runtime.request_book import DIED_TWICE
 from slipring.runtime.router import Candidate, Router
 from slipring.runtime.supervisor import SERVING, State
 from slipring.runtime.tiers.kv_tiers import KvTiers
@@ -221,7 +222,7 @@ class Replicas:
 
     def on_homeless(self, replica: Replica, requests: list[Request], spent: list[Request], reason: str) -> None:
         if spent:
-            words = "workers of two replicas died while computing this request, so it is given up"
+            words = f"{DIED_TWICE}, so it is given up"
             logger.error("replica %d: %d requests of which this is true: %s", replica.rank, len(spent), words)
             self._fail(spent, f"{words}: {reason}")
         elsewhere = self._others(replica)

@@ -12,6 +12,9 @@ from slipring.runtime.readmission import known_tokens, may_leave, num_scored, sh
 from slipring.runtime.suspects import Suspects, num_given
 from slipring.scheduler.request import Request, RequestStatus
 
+DIED_TWICE = "workers of two replicas died while computing this request"
+"""Why a request is given up that no replica has proved guilty."""
+
 
 class RequestBook:
     def __init__(self, block_size: int) -> None:

@@ -109,11 +109,14 @@ class Draws:
 
     tokens: IntArray
     """[S]"""
-    ok: NDArray[np.bool_]
-    """[S]; False where nothing could be drawn and the token means nothing."""
     failure: IntArray
-    """[S]: why not: NON_FINITE, NO_MATCH or NO_TOKEN; 0 where `ok`."""
+    """[S]: why nothing could be drawn: NON_FINITE, NO_MATCH or NO_TOKEN; 0 where something was."""
     logprobs: Logprobs | None
+
+    @property
+    def ok(self) -> NDArray[np.bool_]:
+        """[S]; False where nothing could be drawn and the token means nothing."""
+        return self.failure == 0
 
 
 class Sampler:
@@ -165,7 +168,7 @@ class Sampler:
         self._draw(scores, tokens, places)
         drawn = tokens.numpy()
         logprobs = None if raw is None else self._logprobs(raw, asked, drawn, rows)
-        return Draws(drawn, failure == 0, failure, logprobs)
+        return Draws(drawn, failure, logprobs)
 
     def guesses(self, scores: Tensor, token_ids: Tensor, rows: IntArray, position: IntArray, count: int = 1) -> Guesses:
         """What a draft model's scores [R, V'] of the tokens `token_ids` [V'] say the target will draw, `count` each.

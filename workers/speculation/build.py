@@ -40,17 +40,16 @@ def build_proposer(
         return NullProposer()
     spec, num_rows = config.speculation, config.num_rows
     proposer = inner = _proposer(config, runner, progress)
-    free = (
-        None
-        if proposer.is_free or not spec.adaptive
-        else NgramProposer(num_rows, spec.prompt_lookup_min, spec.prompt_lookup_max)
-    )
-    if spec.adaptive:
-        inner = AdaptiveProposer(proposer, _step_costs(config, runner), num_rows, spec.tree_depth, free)
     # Those that draft from tokens alone can be told tokens that are not computed yet.
-    told = [each for each in (proposer, free) if each is not None]
-    knows_tokens_alone = proposer.is_free or isinstance(proposer, DraftModelProposer)
-    return GrammarProposer(constraints, inner, told if knows_tokens_alone else (), num_rows)
+    told: list[Proposer] = [proposer] if proposer.is_free or isinstance(proposer, DraftModelProposer) else []
+    if spec.adaptive:
+        free = None
+        if not proposer.is_free:
+            free = NgramProposer(num_rows, spec.prompt_lookup_min, spec.prompt_lookup_max)
+            if told:
+                told.append(free)
+        inner = AdaptiveProposer(proposer, _step_costs(config, runner), num_rows, spec.tree_depth, free)
+    return GrammarProposer(constraints, inner, told, num_rows)
 
 
 def _step_costs(config: WorkerConfig, runner: Runner) -> StepCosts:

@@ -89,10 +89,10 @@ class EagleProposer(NullProposer):
         """Position that each row's guess is of: right behind what was entered; -1: nothing was."""
         width = model.embedding.shape[1] * (len(head.taps) or 1)
         self._backlog = Backlog(num_rows, backlog_size(kv.block_size), width, dtype)
-        self._use, self._asked = 1.0, 0
-        """In use; and rows that the step under way asked drafts for."""
-        self._rows = 0.0
-        """Rows that drafts are asked for together, of late."""
+        self._asked = 0
+        """Rows that the step under way asked drafts for."""
+        self._use, self._rows = 1.0, 0.0
+        """Share of the latest decode steps that asked, and how many rows these asked for."""
         self._entered: NDArray[np.bool_] = np.zeros(kv.num_blocks, bool)
         """Blocks whose positions have all been entered."""
         self._past = PresentBlocks(target.table, target.rows, target.builder)
@@ -111,10 +111,12 @@ class EagleProposer(NullProposer):
         self._entered[self._blocks(known.rows, known.start, known.start + known.count, partly=True)] = False
         later = known.count > 0
         drafted = np.flatnonzero(entries.drafts.num)
-        if self._asked or (entries.num_decode and not len(drafted)):
-            self._use += ((self._asked > 0) - self._use) * _RATE
-            self._rows += (self._asked - self._rows) * _RATE * (self._asked > 0)
+        if self._asked:
+            self._use += (1 - self._use) * _RATE
+            self._rows += (self._asked - self._rows) * _RATE
             self._asked = 0
+        elif entries.num_decode and not len(drafted):
+            self._use -= self._use * _RATE
         if self._use > _IN_USE:
             # Somebody else drafts for a row (a grammar, or what it has written before), and may not for long.
             rows, count = known.rows[drafted], known.count[drafted]
